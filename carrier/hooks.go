@@ -78,7 +78,7 @@ func upstreamAnswer(p *C.request) C.int {
 //export upstreamGone
 func upstreamGone(p *C.request) { filter.AnswerGone(C.GoString(&p.pair[0])) }
 
-// began and beganAt are one moment of both clocks.
+// began and beganAt are the same moment by Go's clock and by C's.
 var began, beganAt = time.Now(), uint64(C.tandem_now())
 
 // at returns the filter of a request, for a hook that was called at a time of C's clock.
@@ -91,7 +91,7 @@ func at(p *C.request, when C.uint64_t) *filter.Filter {
 // timeOf returns a time of C's clock.
 func timeOf(when C.uint64_t) time.Time { return began.Add(time.Duration(uint64(when) - beganAt)) }
 
-// now is at for a hook that Envoy calls without C between.
+// now is at for a hook that Envoy calls directly, not through hooks.c.
 func now(p unsafe.Pointer) *filter.Filter {
 	f := of(p)
 	f.Called = time.Now()

@@ -13,7 +13,7 @@ import (
 	"tandem/replica"
 )
 
-// builtAs is set by the linker, as that of cmd/tandem.
+// builtAs is set by the linker, like the one in cmd/tandem.
 var builtAs string
 
 // all are the replicas of this Envoy.

@@ -90,7 +90,6 @@ var documentedOnly = map[string]string{
 	"e2e/vllm/run.sh go test -tags vllm -count 1 -run TestRealBoth -v ./e2e/vllm":                                                                                        "5.5 GiB of vLLM, and minutes",
 	"e2e/vllm/run.sh go test -tags vllm -count 1 -run 'TestRealMistakes|TestRealBlockSizes' -v ./e2e/vllm":                                                               "5.5 GiB of vLLM, and minutes",
 	"e2e/vllm/run.sh go test -tags vllm -count 1 -run TestRealRoles -v ./e2e/vllm":                                                                                       "5.5 GiB of vLLM, and minutes",
-	"e2e/vllm/run.sh go test -tags vllm -count 1 -run TestRealTurns -v ./e2e/vllm":                                                                                       "5.5 GiB of vLLM, and minutes",
 	"e2e/vllm/run.sh go test -tags vllm -count 1 -run TestRealRanks -v ./e2e/vllm":                                                                                       "5.5 GiB of vLLM, and minutes",
 	"kubectl port-forward deployment/tandem 9090":                                                                                                                        "a cluster",
 	"tandem envoy -f tandem.yaml --for envoy-gateway --image REGISTRY/tandem-envoy:VERSION | kubectl apply -f -":                                                         "a cluster",

@@ -19,7 +19,7 @@ import (
 	"tandem/envoy-configs/usage"
 )
 
-// logged is one of the logs that Tandem gets of requests.
+// logged is one of the access logs of requests that Envoy sends to Tandem.
 type logged struct {
 	name    string
 	flush   time.Duration
@@ -27,15 +27,15 @@ type logged struct {
 	tags    []*tracingv3.CustomTag
 	headers []string
 	when    func() *accesslogv3.AccessLogFilter
-	one     bool // to the one replica that the request names, if it does
+	one     bool // to the replica that the request names, if it names one
 	notes   notes
 }
 
 // numbered reports whether the ends of passes are logged to one of several replicas.
 func (s *settings) numbered() bool { return len(s.Servers.AccessLogs) > 1 }
 
-// fleet returns a fingerprint of the list of replicas to which the replicas' numbers refer. Slots are numbers of
-// themselves, and listeners must not change with the replicas in them.
+// fleet returns a fingerprint of the list of replicas, into which replicas' numbers are indexes. With slots there is
+// none: the numbers are the slots', and listeners must not change when replicas come and go.
 func (s *settings) fleet() string {
 	if s.Servers.Slots {
 		return "slots"
@@ -139,8 +139,8 @@ func (m accessLogs) prefillCut() []*accesslogv3.AccessLog {
 	})
 }
 
-// redirectedByEngine holds for redirects that are not Tandem's own, which are 307 all. CEL costs CPU, so it is evaluated
-// for those alone, and not for prefill legs whose short answers Envoy turns into one: nothing else redirects there.
+// redirectedByEngine holds for redirects of engines. All of Tandem's own are 307. CEL costs CPU, so it is evaluated for
+// those alone, and not for prefill legs whose short answers Envoy turns into one: nothing else redirects there.
 func (m accessLogs) redirectedByEngine() *accesslogv3.AccessLogFilter {
 	return logwhen.And(logwhen.StatusFrom(300, "tandem.log.redirected"), logwhen.Header(absent("x-tandem-carry")),
 		logwhen.Or(logwhen.Status(accesslogv3.ComparisonFilter_LE, 306, "tandem.log.redirected_before"),
@@ -158,7 +158,7 @@ func (m accessLogs) endOfMirror() []*accesslogv3.AccessLog {
 	})
 }
 
-// unfollowedTag has the log say what lua/unfollowed.lua found.
+// unfollowedTag writes into the log what lua/unfollowed.lua found.
 func unfollowedTag() *tracingv3.CustomTag {
 	return &tracingv3.CustomTag{Tag: "unfollowed",
 		Type: &tracingv3.CustomTag_Metadata_{Metadata: &tracingv3.CustomTag_Metadata{
@@ -174,8 +174,8 @@ func booked() *accesslogv3.AccessLogFilter {
 	return logwhen.Or(logwhen.Header(present("x-tandem-ticket")), logwhen.Flagged("DC"))
 }
 
-// notRedirected holds for passes that did not end in a redirect. CEL costs CPU, so it is evaluated for 307 alone, which
-// may also be an engine's own answer.
+// notRedirected holds for passes that did not end in a redirect. CEL costs CPU, so it is evaluated only for 307, which
+// an engine may answer, too.
 func (m accessLogs) notRedirected() *accesslogv3.AccessLogFilter {
 	return logwhen.Or(logwhen.Status(accesslogv3.ComparisonFilter_LE, 306, "tandem.log.below"),
 		logwhen.StatusFrom(308, "tandem.log.above"), m.cel("response.code_details != 'internal_redirect'"))

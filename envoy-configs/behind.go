@@ -20,7 +20,7 @@ const BehindName = "tandem"
 // cluster [BehindName], and everything of Tandem's happens behind it: so the other listener evaluates credentials and
 // rate limits once, and its other routes notice nothing.
 //
-// It has every scheme and every leg, as [Resources] has: a change of pools changes nothing here.
+// It has every scheme and every leg, like [Resources], so that a change of pools changes nothing here.
 type Behind struct {
 	Clusters  []*clusterv3.Cluster
 	Listeners []*listenerv3.Listener

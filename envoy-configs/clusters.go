@@ -54,7 +54,7 @@ func (m clusters) all() []*clusterv3.Cluster {
 	return append(out, composites...)
 }
 
-// cluster of servers that are listed or looked up.
+// cluster of servers that are configured by address or looked up by name.
 func cluster(h hosts) *clusterv3.Cluster {
 	c := &clusterv3.Cluster{
 		Name: h.Cluster, ConnectTimeout: durationpb.New(time.Second), LoadAssignment: assignment(h),
@@ -179,7 +179,7 @@ func (b *notebook) socket(name string, config *anypb.Any) *corev3.TransportSocke
 	return &corev3.TransportSocket{Name: name, ConfigType: &corev3.TransportSocket_TypedConfig{TypedConfig: config}}
 }
 
-// composite sends the first try to a hop, and so many more to tandem-replan.
+// composite sends the first try to the hop's cluster, and a number of further ones to tandem-replan.
 func (m clusters) composite(name, hop string, tries int) *clusterv3.Cluster {
 	entry := func(name string) *compositev3.ClusterConfig_ClusterEntry {
 		return &compositev3.ClusterConfig_ClusterEntry{Name: name}
@@ -195,7 +195,7 @@ func (m clusters) composite(name, hop string, tries int) *clusterv3.Cluster {
 	}
 }
 
-// endpoints is whichever endpoint a header names.
+// endpoints connects to the endpoint that a header names.
 func (m clusters) endpoints(name, header string, s scheme, filters ...*hcmv3.HttpFilter) *clusterv3.Cluster {
 	idle := &corev3.HttpProtocolOptions{IdleTimeout: durationpb.New(4 * time.Second)}
 	options := &httpv3.HttpProtocolOptions{CommonHttpProtocolOptions: idle,

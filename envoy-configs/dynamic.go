@@ -102,7 +102,7 @@ func ads() *corev3.ConfigSource {
 	}
 }
 
-// waiting is ads without a limit to how long Envoy waits for the first of them.
+// waiting is ads, but Envoy waits for the first of the resources without a limit.
 func waiting() *corev3.ConfigSource {
 	source := ads()
 	source.InitialFetchTimeout = durationpb.New(0)
@@ -122,7 +122,7 @@ func (m clusters) xdsCluster() *clusterv3.Cluster {
 	return c
 }
 
-// apart has the endpoints of a cluster come as a resource of their own, if they are addresses.
+// apart makes the endpoints of a cluster a resource of their own, if they are addresses.
 func (m clusters) apart(c *clusterv3.Cluster, h hosts) {
 	if !m.Dynamic || h.ByName() {
 		return
@@ -133,7 +133,7 @@ func (m clusters) apart(c *clusterv3.Cluster, h hosts) {
 	c.LoadAssignment = nil
 }
 
-// assignments are the endpoints of clusters that have them apart.
+// assignments returns those resources.
 func (s *settings) assignments() (out []*endpointv3.ClusterLoadAssignment) {
 	for _, h := range []hosts{s.Servers.ExtProcs, s.Servers.Replans} {
 		if !h.ByName() {

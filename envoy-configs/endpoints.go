@@ -36,11 +36,12 @@ const (
 )
 
 // endpointSet is what Envoy Gateway has to know of the endpoints of one scheme: one Backend, or one Service. If there
-// were several and one had no endpoints, it would make a cluster of each (v1.9.1), which the patches would miss.
+// were several of which one has no endpoints, Envoy Gateway (v1.9.1) would make a cluster of each, and the patches
+// would miss them.
 type endpointSet struct {
 	Suffix  string    // of the scheme's clusters
 	Backend string    // that lists Hosts
-	Hosts   []address // listed or looked up
+	Hosts   []address // configured, or found by discovery
 	Service *gatewayService
 }
 
@@ -227,8 +228,8 @@ func (k knownCluster) listener(m model) *listenerv3.Listener {
 // overrideHost takes the endpoint that a header names, and no other: KV blocks, ranks and reservations belong to it.
 //
 // It reads the header, not the metadata that endpoint pickers also set: metadata pass neither a redirect nor an
-// internal listener. If the cluster has no such endpoint, the policy falls back on a subset of hosts with a label that
-// none has.
+// internal listener. If the cluster does not have the endpoint, the policy falls back on the hosts with a certain
+// label, which no host has.
 func (m clusters) overrideHost(header string) *clusterv3.LoadBalancingPolicy {
 	policy := func(name string, config proto.Message) *clusterv3.LoadBalancingPolicy {
 		return &clusterv3.LoadBalancingPolicy{Policies: []*clusterv3.LoadBalancingPolicy_Policy{{

@@ -105,7 +105,7 @@ func processing(request, response phase) *extprocv3.ProcessingMode {
 	}
 }
 
-// extProc asks Tandem in a role; "" is the main filter's. Whoever adds to it does so before it is packed.
+// extProc asks Tandem in a role; "" is the main filter's. Additions to it must be made before it is packed.
 func (m filters) extProc(role string, mode *extprocv3.ProcessingMode) *extprocv3.ExternalProcessor {
 	ask := grpcTo("tandem-extproc")
 	if role != "" {
@@ -185,7 +185,7 @@ func (m filters) buffer() *hcmv3.HttpFilter {
 	return m.filter(bufferFilter, &bufferv3.Buffer{MaxRequestBytes: wrapperspb.UInt32(uint32(m.Bodies.Buffer))})
 }
 
-// measured has Envoy count a body that ext_proc streamed back.
+// measured makes Envoy count the bytes of a body that ext_proc has streamed back.
 func (m filters) measured() *hcmv3.HttpFilter {
 	f := m.filter(bufferFilter+"/measured",
 		&bufferv3.Buffer{MaxRequestBytes: wrapperspb.UInt32(uint32(m.Bodies.Buffer))})
@@ -284,7 +284,7 @@ func (m filters) ruled(name, script string, of *match.Predicate, why string) *hc
 	return noted(m, m.filterUnless(luaFilter+"/"+name, luaFilter, lua, skip), notes{"": why})
 }
 
-// lateScripts ask about answers that begin late, and edit those that are refused (docs/adr/0050).
+// lateScripts ask Tandem about answers that begin late, and edit those that Tandem refuses (docs/adr/0050).
 func (m filters) lateScripts() []*hcmv3.HttpFilter {
 	rule := func(form string) *match.Predicate { return m.answerHeader("x-tandem-rule", match.Regex(form)) }
 	stream := m.answerHeader("content-type", match.Regex("(?i).*event-stream.*"))
@@ -345,7 +345,8 @@ func (m filters) noBuffer() *anypb.Any {
 	return m.pack(&bufferv3.BufferPerRoute{Override: &bufferv3.BufferPerRoute_Disabled{Disabled: true}})
 }
 
-// asked changes what ext_proc is asked about on a route. With optional a request goes on where no replica answers.
+// asked changes which parts of a request and its answer ext_proc gets on a route. With optional a request goes on where
+// no replica answers.
 func (m filters) asked(mode *extprocv3.ProcessingMode, optional bool) *anypb.Any {
 	o := &extprocv3.ExtProcOverrides{ProcessingMode: mode}
 	if optional {

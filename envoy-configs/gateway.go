@@ -129,7 +129,7 @@ type patch struct {
 	Value              *yaml.Node
 }
 
-// node is the patch as one of an EnvoyPatchPolicy.
+// node returns the patch in the form of an EnvoyPatchPolicy.
 func (p patch) node() *yaml.Node {
 	operation := &yaml.Node{Kind: yaml.MappingNode, Content: layout.Field("op", p.Op, "path", p.Path)}
 	if p.JSONPath != "" {

@@ -33,7 +33,7 @@ func (m legs) all() []*listenerv3.Listener {
 	return out
 }
 
-// leg is what the legs' listeners differ in.
+// leg has the properties in which the legs' listeners differ.
 type leg struct {
 	name       string
 	why        string
@@ -44,7 +44,7 @@ type leg struct {
 	tries      []*accesslogv3.AccessLog // likewise, of tries at the endpoint
 	untraced   bool                     // no spans of its own
 	replies    *hcmv3.LocalReplyConfig  // Envoy's own answers
-	optional   bool                     // its clusters may not exist
+	optional   bool                     // its clusters need not exist
 	serverName string                   // the header with the name of the engine; "": x-tandem-server-name
 	read       bool                     // Tandem reads the answer, so it must be plain and whole
 	json       bool                     // and JSON: it is not the client's
@@ -114,7 +114,7 @@ func ofScheme(header string, s scheme) []*routev3.HeaderMatcher {
 	return []*routev3.HeaderMatcher{exact(header, s.Name)}
 }
 
-// toCluster sets no limit: those of the main listener's routes count.
+// toCluster sets no time limit: the routes of the main listener have one.
 func toCluster(cluster string, headers ...*routev3.HeaderMatcher) *routev3.Route {
 	return &routev3.Route{Match: anyPath(headers...), Action: &routev3.Route_Route{Route: &routev3.RouteAction{
 		ClusterSpecifier: &routev3.RouteAction_Cluster{Cluster: cluster}, Timeout: durationpb.New(0),
@@ -196,7 +196,7 @@ func (m legs) answerLeg() *listenerv3.Listener {
 	})
 }
 
-// decodeLeg is the client's half of a pair.
+// decodeLeg is D's leg of a pair, whose answer the client gets.
 func (m legs) decodeLeg() *listenerv3.Listener {
 	f := filters(m)
 	ask := noted(m, f.extProc("decode-leg", processing(streamBody, headers)), notes{
@@ -238,7 +238,7 @@ func asksLoad() *corev3.HeaderValueOption {
 	return setHeader("endpoint-load-metrics-format", "JSON", overwriteOrAdd)
 }
 
-// prefillMirror is the other half.
+// prefillMirror is P's leg of a pair, a mirrored request.
 func (m legs) prefillMirror() *listenerv3.Listener {
 	f := filters(m)
 	ask := f.extProc("prefill-mirror", processing(headers, streamBody))

@@ -129,8 +129,8 @@ func (m listeners) requestIDs() *hcmv3.RequestIDExtension {
 	return &hcmv3.RequestIDExtension{TypedConfig: m.pack(config)}
 }
 
-// traced sends spans to the collector. A client's traceparent decides whether a request is traced, chance where there
-// is none.
+// traced sends spans to the collector. A client's traceparent decides whether a request is traced; without one, chance
+// does.
 func (m listeners) traced() *hcmv3.HttpConnectionManager_Tracing {
 	collector := grpcTo("tandem-otlp")
 	collector.Timeout = durationpb.New(time.Second)

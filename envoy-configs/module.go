@@ -19,7 +19,7 @@ var moduleTemplate string
 // ModuleOptions are what Envoy Gateway's resources need for a Tandem that its Envoy has loaded.
 type ModuleOptions struct {
 	GatewayOptions
-	Config  []byte // of the replica, YAML: the settings for the policy or, with File, all of it
+	Config  []byte // the replica's configuration, YAML: the part for the policy or, with File, all of it
 	File    string // where Envoy finds it; "": it stands in the policy
 	Library string // where Envoy finds libtandem.so
 	Image   string // of an Envoy that has it
@@ -72,7 +72,7 @@ const proxySpec = `  dynamicModules:
   shutdown: {drainTimeout: 1800s}   # a change of the policy ends streams that last longer`
 
 // EnvoyGatewayModule renders the resources with which Envoy Gateway 1.9 has its own Envoy load Tandem: a route whose
-// requests Tandem answers, and nothing else that runs (docs/howto/envoy-gateway-module.md).
+// requests go through Tandem, without any other process (docs/howto/envoy-gateway-module.md).
 func EnvoyGatewayModule(c *configv1.Config, o ModuleOptions) ([]byte, error) {
 	gateway, section, err := complete(&o.GatewayOptions)
 	if err != nil {

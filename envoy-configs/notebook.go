@@ -18,10 +18,10 @@ import (
 	"tandem/envoy-configs/layout"
 )
 
-// notebook remembers why a model sets what it sets, for whoever prints it.
+// notebook keeps the reasons for what a model sets, so that they can be printed with it.
 type notebook struct {
 	notes  map[proto.Message]notes
-	packed map[*anypb.Any]proto.Message // what an Any was made of, whose notes are known
+	packed map[*anypb.Any]proto.Message // the messages that were packed into an Any, which have the notes
 	err    error                        // the first message that could not be packed
 }
 

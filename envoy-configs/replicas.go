@@ -45,7 +45,7 @@ func slots(living []Replica, at []address) []hosts {
 
 func slotKey(i int) string { return "tandem.slots." + strconv.Itoa(i) }
 
-// inUse holds if a slot is in use. An Envoy without the runtime layer sends to all, of which the empty ones fail.
+// inUse holds where a slot is in use. An Envoy without the runtime layer sends to all slots, and the empty ones fail.
 func inUse(slot int) *accesslogv3.AccessLogFilter {
 	return &accesslogv3.AccessLogFilter{FilterSpecifier: &accesslogv3.AccessLogFilter_RuntimeFilter{
 		RuntimeFilter: &accesslogv3.RuntimeFilter{

@@ -14,7 +14,7 @@ type localReply struct {
 	When                string // CEL over Envoy's attributes; the first that holds counts
 	Status              uint32 // in place of Envoy's; 0: as it is
 	Type, Code, Message string
-	RetryAfter          string // seconds, or a command of Envoy's that may say none
+	RetryAfter          string // seconds, or a format command of Envoy's that may give none
 }
 
 // The classes of OpenAI's errors.
@@ -46,7 +46,7 @@ func envoysReplies() []localReply {
 	}
 }
 
-// details holds for answers whose response code details, Envoy's name for their cause, begin so.
+// details holds for answers whose response code details (Envoy's name for their cause) have a prefix.
 func details(prefix string) string { return "response.code_details.startsWith('" + prefix + "')" }
 
 // config gives Envoy's own answers OpenAI's shape.

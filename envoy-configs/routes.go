@@ -23,8 +23,8 @@ func (s *settings) replanTries() int {
 	return 1
 }
 
-// hedgedTries is how many tries tandem-replan gets on hops that answer the client: where decode shows nothing for 10
-// s there is one, and again after each further 10 s: six of those, in addition to the four.
+// hedgedTries is how many tries tandem-replan gets on hops that answer the client: in addition to the four, up to six
+// hedges, one for each 10 s in which decode shows nothing.
 const hedgedTries = 10
 
 // configuration has the routes of the main listener, in the order in which Envoy tries them.
@@ -211,8 +211,8 @@ func (m routes) retry(tries int) *routev3.RetryPolicy {
 	}
 }
 
-// retryDecode is retry for a hop whose answer is the client's: another endpoint may serve the model that this one
-// does not (404), or not answer with a redirect. What a prefill or encode leg answers has passed Tandem already.
+// retryDecode is retry for a hop whose answer is the client's: another endpoint may serve the model that this one does
+// not (404), or not answer with a redirect. The answers of prefill and encode legs have passed through Tandem before.
 func (m routes) retryDecode() *routev3.RetryPolicy {
 	return m.notRedirected(m.retry(hedgedTries), append(m.retry(0).RetriableStatusCodes, 404))
 }
@@ -224,7 +224,7 @@ func (m routes) retryOther() *routev3.RetryPolicy {
 	return m.notRedirected(p, []uint32{404})
 }
 
-// notRedirected adds what is tried anew to a policy: answers with one of the codes, and redirects of engines.
+// notRedirected has a policy retry answers with one of the codes, and redirects of engines.
 func (m routes) notRedirected(p *routev3.RetryPolicy, codes []uint32) *routev3.RetryPolicy {
 	p.RetriableStatusCodes = codes
 	p.RetryOn += ",retriable-headers"

@@ -31,7 +31,7 @@ type settings struct {
 	Servers       servers
 	Engines       engines
 	Bodies        bodies
-	IdleTimeout   time.Duration  // of an answer that stands still
+	IdleTimeout   time.Duration  // the longest pause within an answer
 	TicketTTL     time.Duration  // no prefill takes longer
 	Pairs         bool           // there is a pool whose legs run at once
 	Encodes       bool           // there is a pool with an encode stage
@@ -55,7 +55,7 @@ type servers struct {
 	TLS        *clientTLS // nil: plaintext
 }
 
-// engines are how endpoints are spoken to.
+// engines has how Envoy connects to endpoints.
 type engines struct {
 	Schemes []scheme   // http first
 	TLS     *clientTLS // of https endpoints
@@ -65,17 +65,17 @@ type engines struct {
 type bodies struct {
 	Mode         string // envoy.bodyMode
 	Max          int64  // the server splits none that is longer
-	Buffer       int64  // what Envoy keeps of one
+	Buffer       int64  // how much of one Envoy keeps
 	BufferedFrom int64  // from here on BUFFERED, unless Mode is duplex
 }
 
 // tracing is where Envoy's spans go.
 type tracing struct {
 	Collector  hosts
-	PerMillion uint32 // requests traced that no client's traceparent decides
+	PerMillion uint32 // percentage of the requests without a traceparent that are traced
 }
 
-// scheme is how engines are spoken to; each has clusters of its own, whose names end in Suffix.
+// scheme is a protocol of engines. Each has clusters of its own, whose names end in Suffix.
 type scheme struct {
 	Name, Suffix string
 }

@@ -9,7 +9,7 @@ import (
 
 const adminCluster = "envoy-admin"
 
-// showStats adds to a bootstrap what leads to statistics and readiness of the admin port, if that is configured.
+// showStats adds a listener for the statistics and readiness of Envoy's admin port to a bootstrap, if it is configured.
 func (m model) showStats(b *bootstrapv3.Bootstrap_StaticResources) {
 	if m.Stats == nil {
 		return

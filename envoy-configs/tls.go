@@ -10,7 +10,7 @@ import (
 	configv1 "tandem/protos/config/v1"
 )
 
-// Names of secrets begin with what is encrypted.
+// Names of secrets begin with the connection that they are for.
 const (
 	extProcTLS  = "extproc"
 	endpointTLS = "endpoint"
@@ -68,7 +68,7 @@ func (t *clientTLS) refer(common *tlsv3.CommonTlsContext, name string) {
 	}
 }
 
-// secrets name the files, which Envoy reads again when their folders change. What is in them stays on its machine.
+// secrets name the files, which Envoy reads again when their folders change. Their contents stay on Envoy's machine.
 func (t *clientTLS) secrets(name string) (out []*tlsv3.Secret) {
 	if t == nil {
 		return nil

@@ -196,8 +196,8 @@ func reservationKey(reservation, requestID []byte) string {
 // reservedAs returns the reservation key of the request that an access log entry is about.
 func reservedAs(e *ended.Pass) string { return reservationKey(e.Reservation, e.RequestID) }
 
-// notFollowed logs and counts such an end. Every replica receives the entry; mine reports whether this one made the
-// reservation, and counts it.
+// notFollowed logs and counts a redirect that Envoy did not follow. Every replica receives the entry; mine reports
+// whether this one made the reservation, and counts it.
 func (s *Server) notFollowed(t *kvtransfer.Ticket, e *ended.Pass, mine bool) {
 	why := replan.NotFollowed(t, e, s.MaxRedirects)
 	s.Log.Warn("Envoy did not follow a redirect", "request_id", string(e.RequestID), "reason", why, "stage", t.Stage.String(), "prefill", t.Prefill,

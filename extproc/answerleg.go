@@ -54,8 +54,7 @@ func (x answerLeg) serve() error {
 // rewriter returns how to rewrite D's answer, according to the ticket.
 func (x answerLeg) rewriter(t *kvtransfer.Ticket) (openai.Rewriter, error) {
 	r, err := x.s.journeys.Rewriter(t, &journey.Rewriting{
-		RequestID: x.stream.requestID, Status: http.StatusOK, Room: x.stream.holdExtra,
-		Joined: func() ([]byte, bool) { return x.awaitJoined(t) },
+		Status: http.StatusOK, Joined: func() ([]byte, bool) { return x.awaitJoined(t) },
 	})
 	if r == nil && err == nil {
 		x.meter.Observer.TicketRefused()
@@ -71,7 +70,7 @@ func (x answerLeg) awaitJoined(t *kvtransfer.Ticket) ([]byte, bool) {
 	timer := time.NewTimer(x.s.journeys.PairLimit(t))
 	defer timer.Stop()
 	select {
-	case <-p.Verdict.Told():
+	case <-p.Verdict.Done():
 	case <-timer.C:
 	case <-x.s.draining:
 	case <-x.stream.Context().Done():

@@ -26,10 +26,10 @@ type pairLeg struct{ handler }
 // decodeLeg handles the filter of the decode leg.
 type decodeLeg struct{ pairLeg }
 
-// serve serves the decode leg's filter when both legs run concurrently. It sends D's body, and watches D until P
-// has done its part, as [journey.Pair] has it. From there on D needs nobody, and the stream ends, so that no answer
-// depends on this replica. If the pair fails, D is cut and the request is planned again, by a 307 with a ticket. If the
-// client leaves or D refuses the request, P's leg ends too, if the dialect wants that.
+// serve serves the decode leg's filter when both legs run concurrently. It sends D's body, and watches D until P has
+// done its part, as [journey.Pair] has it. From then on D needs neither P nor Tandem, and the stream ends, so that no
+// answer depends on this replica. If the pair fails, D is cut and the request is planned again, by a 307 with a ticket.
+// If the client leaves or D refuses the request, P's leg ends too, if the dialect wants that.
 func (x decodeLeg) serve() error {
 	t, err := x.openLeg()
 	if err != nil {
@@ -93,7 +93,7 @@ func (x decodeLeg) streamsLate(t *kvtransfer.Ticket) bool {
 		c.StreamsLate(openai.Classify(string(h.Method), string(h.Path)), d.Transfer.Release, x.stream.body.Bytes())
 }
 
-// watched is a decode leg that is watched until D needs nobody any more.
+// watched is a decode leg that is watched until D needs P no more.
 type watched struct {
 	decodeLeg
 	ticket   *kvtransfer.Ticket
@@ -110,7 +110,7 @@ func (x *watched) watch(p *concurrent.Pair) error {
 	limit := time.NewTimer(x.limit)
 	defer limit.Stop()
 	var elapsed <-chan time.Time
-	ended, draining := p.Verdict.Told(), x.s.draining
+	ended, draining := p.Verdict.Done(), x.s.draining
 	for next := x.pair.Begin(); ; {
 		if over, err := x.carryOut(&next); over || err != nil {
 			return err

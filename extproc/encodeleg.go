@@ -14,12 +14,11 @@ import (
 	"tandem/extproc/telemetry"
 )
 
-// An encode stage (EPD): a pool may have endpoints that only make embeddings of images, audio and video. A chat
-// with such parts first goes to one of them, unchanged, by the route encode. The filter of the listener encode-leg
-// makes the engine's body from it, and a redirect from the engine's answer. Pass 2 gets the client's own body,
-// without undo however long it is, and the ticket has the parameters for prefill (ec_transfer_params). The media
-// stay in the body, so an engine without parameters, or with some missing, encodes by itself: a failed encode leg
-// only costs time.
+// An encode stage (EPD): a pool may have endpoints that only make embeddings of images, audio and video. A chat with
+// such parts first goes to one of them, unchanged, by the route encode. The filter of the listener encode-leg makes the
+// engine's body from it, and a redirect from the engine's answer. Pass 2 gets the client's own body, so the ticket has
+// no edits to undo, and it has the parameters for prefill (ec_transfer_params). The media stay in the body, so a
+// prefill engine that lacks parameters encodes by itself: a failed encode leg only costs time.
 
 // encodeLeg handles the filter of the encode leg.
 type encodeLeg struct {
@@ -63,7 +62,7 @@ func (x encodeLeg) serve() error {
 		return err
 	}
 	x.meter.EndPhase(telemetry.PhaseReceive)
-	h, a := &x.stream.msg.Headers, &x.stream.msg.Attributes // still the request's headers, except for the status
+	h, a := &x.stream.msg.Headers, &x.stream.msg.Attributes // these are the request's headers, except for the status
 	x.answer.ID = x.stream.requestID
 	next := x.legs.SettleEncode(t, &pass.Answer{
 		Code: code, Body: x.stream.body.Bytes(), Over: x.stream.msg.Over, Details: a.Details, RetryAfter: a.RetryAfter,

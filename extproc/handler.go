@@ -57,12 +57,12 @@ func (x handler) receiveBody(limit int) error {
 			return err
 		}
 		if x.stream.msg.Over {
-			return openai.TooLarge(limit) // at once: the rest may be endless
+			return openai.TooLarge(limit) // without reading the rest, which may be endless
 		}
 		if err := x.stream.hold(); err != nil {
 			return err
 		}
-		// a buffered body is in one message; if trailers follow, that has no end of stream
+		// a buffered body is in one message; if trailers follow, the message does not end the stream
 		trailers := x.stream.msg.Phase == envoywire.PhaseRequestTrailers
 		if trailers || x.stream.msg.Mode.Request == envoywire.ModeBuffered && !x.stream.msg.EndOfStream {
 			return openai.Trailers()
@@ -74,10 +74,8 @@ func (x handler) receiveBody(limit int) error {
 // identify names the request: by the client's own id if it is valid, else by a new one.
 func (x handler) identify(p *pass.Pass) {
 	h := &x.stream.msg.Headers
-	x.stream.requestID = string(h.RequestID)
-	if p.ReservedAs = reservationKey(h.Reservation, h.RequestID); !openai.RequestID(x.stream.requestID) {
-		x.stream.requestID, x.stream.newID = openai.NewRequestID(random(), random()), true
-	}
+	p.ReservedAs = reservationKey(h.Reservation, h.RequestID)
+	x.stream.requestID, x.stream.newID = pass.Name(string(h.RequestID))
 	p.ID, p.Source = x.stream.requestID, sourceOf(x.stream.Context())
 }
 
@@ -91,15 +89,6 @@ func (x handler) head() pass.Head {
 		TTFT: pass.Target{Name: names.HeaderTTFT, Value: h.TTFT}, TPOT: pass.Target{Name: names.HeaderTPOT, Value: h.TPOT},
 		Explain: h.Explain, Prefilled: h.Prefilled, Load: h.Load, Twice: h.Twice, More: h,
 	}
-}
-
-// checkBody refuses a body that an engine might read otherwise than Tandem; see [openai.CheckOther].
-func (x handler) checkBody() error {
-	if x.stream.msg.EndOfStream && x.stream.body.Len() == 0 {
-		return nil
-	}
-	h := &x.stream.msg.Headers
-	return openai.CheckOther(string(h.ContentType), string(h.ContentEncoding), x.stream.msg.Mode.Request != envoywire.ModeNone)
 }
 
 // explain adds the explanation of the decision, if an operator asked for it, and removes the operator's token.

@@ -87,7 +87,7 @@ func (x mirroredLeg) untilAnswer(t *kvtransfer.Ticket) error {
 		return nil
 	case <-x.s.draining:
 		return errAnswered // P continues without this stream
-	case <-p.Over.Told():
+	case <-p.Over.Done():
 	case <-late.C:
 	}
 	x.s.State.Bookings.Release(pass.HeldBy(t).Prefill)

@@ -102,6 +102,15 @@ func (x endpointPicker) decide(ctx context.Context) (*plan.Decision, error) {
 	return x.pass.Gateway(ctx, api, whole, only, limited)
 }
 
+// checkBody refuses a body that an engine might read otherwise than Tandem; see [openai.CheckOther].
+func (x endpointPicker) checkBody() error {
+	if x.stream.msg.EndOfStream && x.stream.body.Len() == 0 {
+		return nil
+	}
+	h := &x.stream.msg.Headers
+	return openai.CheckOther(string(h.ContentType), string(h.ContentEncoding), x.stream.msg.Mode.Request != envoywire.ModeNone)
+}
+
 // How the endpoint picker observes an answer: which endpoint gave it, whether it came, and when it ended.
 
 // followAnswer reads the gateway's messages about the answer, and passes it on, until it ends.
@@ -180,7 +189,8 @@ func (x endpointPicker) answerBegins(p *picked) {
 	if code >= 500 && p.Sidecar != nil && p.Sidecar.Prefill != "" && x.s.Check != nil {
 		x.s.Check(p.Report.Prefill) // the sidecar may have failed for want of it
 	}
-	if code == http.StatusNotFound { // the gateway retries or not; the next request for the model goes elsewhere
+	// whether the gateway retries or not, the next request for the model goes to another endpoint
+	if code == http.StatusNotFound {
 		x.pass.AskAgain(x.stream.Context(), served)
 	}
 	x.meter.Observer.AnswerBegan(x.stream.requestID, p.Ticket.Started, served, code)

@@ -31,10 +31,6 @@ func (silentReplicas) Reachable() bool                                          
 func (silentReplicas) Consume([16]byte, bool) (first, known bool)                                { return true, false }
 func (silentReplicas) PutHandOver([16]byte, []byte)                                              {}
 func (silentReplicas) TakeHandOver([16]byte) (params []byte, ok bool)                            { return nil, false }
-func (silentReplicas) PutConversation([16]byte, []byte, time.Duration)                           {}
-func (silentReplicas) TakeConversation([16]byte) (_ []byte, _ bool) {
-	return nil, false
-}
 
 // Waiting requests are published to other replicas, with the endpoints' hits, until they are reserved.
 func TestOthersAreToldWhoWaits(t *testing.T) {

@@ -63,9 +63,6 @@ func (x mainRole) serve() error {
 // decide decides where the request goes, and receives the body if the decision needs it.
 func (x mainRole) decide(ctx context.Context) (*plan.Decision, error) {
 	h := &x.stream.msg.Headers
-	if len(h.Upgrade) > 0 {
-		return nil, openai.NoUpgrade()
-	}
 	if h.Ticket != nil { // an empty one is forged, too
 		return x.resume(ctx)
 	}
@@ -76,28 +73,14 @@ func (x mainRole) decide(ctx context.Context) (*plan.Decision, error) {
 			return nil, err
 		}
 	}
-	switch api := x.s.passes.API(&x.pass.Head); api {
-	case openai.Models:
+	api, err := x.s.passes.Admit(&x.pass.Head, x.arrival())
+	switch {
+	case err != nil:
+		return nil, err
+	case api == openai.Models:
 		return x.listModels(ctx)
-	case openai.PassThrough:
+	case api == openai.PassThrough:
 		return x.passThrough(ctx)
-	default:
-		return x.first(ctx, api)
-	}
-}
-
-// first receives a request to one of the APIs that can be split.
-func (x mainRole) first(ctx context.Context, api openai.API) (*plan.Decision, error) {
-	h := &x.stream.msg.Headers
-	if err := openai.CheckHeaders(string(h.ContentType), string(h.ContentEncoding)); err != nil {
-		return nil, err
-	}
-	if err := replan.Fits(h.Authority, h.Path, h.Count, h.Size); err != nil {
-		return nil, err
-	}
-	// the latter may have trailers, which end no BUFFERED body
-	if x.stream.msg.EndOfStream || string(h.ContentLength) == "0" {
-		return nil, openai.NoBody()
 	}
 	if err := x.receiveBody(x.s.MaxBodyBytes); err != nil {
 		return nil, err
@@ -105,15 +88,18 @@ func (x mainRole) first(ctx context.Context, api openai.API) (*plan.Decision, er
 	return x.pass.First(ctx, api, plan.Attempt{Started: x.s.passes.Now()})
 }
 
+// arrival returns what is known of the request before its body has come.
+func (x mainRole) arrival() pass.Arrival {
+	h := &x.stream.msg.Headers
+	return pass.Arrival{
+		Upgrade: len(h.Upgrade) > 0, Reads: x.stream.msg.Mode.Request != envoywire.ModeNone,
+		Ended: x.stream.msg.EndOfStream, Length: h.ContentLength,
+		Unfit: replan.Fits(h.Authority, h.Path, h.Count, h.Size),
+	}
+}
+
 // passThrough receives a request that is never split.
 func (x mainRole) passThrough(ctx context.Context) (*plan.Decision, error) {
-	h := &x.stream.msg.Headers
-	if !x.s.passes.Serves(string(h.Method), string(h.Path)) {
-		return nil, openai.NotServed()
-	}
-	if err := x.checkBody(); err != nil {
-		return nil, err
-	}
 	if x.stream.msg.Mode.Request != envoywire.ModeNone {
 		if err := x.receiveBody(x.s.MaxBodyBytes); err != nil {
 			return nil, err
@@ -126,6 +112,9 @@ func (x mainRole) passThrough(ctx context.Context) (*plan.Decision, error) {
 func (x mainRole) listModels(ctx context.Context) (*plan.Decision, error) {
 	body := models.Answer(x.s.State, string(x.stream.msg.Headers.Path), x.s.started)
 	if body == nil {
+		if err := x.s.passes.AdmitOther(&x.pass.Head, x.arrival()); err != nil {
+			return nil, err
+		}
 		return x.passThrough(ctx)
 	}
 	i := &envoywire.Immediate{Status: 200, Body: body, Details: names.DetailsPrefix + "_models"}

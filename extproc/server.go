@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"io"
-	"math/rand/v2"
 	"net"
 	"net/http"
 	"sync"
@@ -241,9 +240,6 @@ func (m *scratch) release() {
 		m.s.scratch.Put(m)
 	}
 }
-
-// random makes ids and seeds, and breaks the picker's ties.
-func random() uint64 { return rand.Uint64() }
 
 // Run does the server's periodic work until ctx ends. The core has its own.
 func (s *Server) Run(ctx context.Context) { s.streams.bodies.Run(ctx) }

@@ -30,9 +30,8 @@ type stream struct {
 	pieces  envoywire.Pieces
 	headers envoywire.HeaderEdits
 
-	heldBytes  int64 // bytes reserved for the body ...
-	extraBytes int64 // ... of which for other data of the request
-	noMemory   bool  // for the rest of an answer (receiveAnswer)
+	heldBytes int64 // bytes reserved for the body ...
+	noMemory  bool  // for the rest of an answer (receiveAnswer)
 
 	requestID string
 	newID     bool        // the client's was missing or invalid
@@ -69,7 +68,7 @@ func (x *stream) reset() {
 	x.body.Free()
 	x.spare.Free()
 	x.memory.Add(-x.heldBytes)
-	x.heldBytes, x.extraBytes = 0, 0
+	x.heldBytes = 0
 	x.msg.Reset()
 	x.headers.Reset()
 	x.requestID, x.newID, x.newPath, x.changed = "", false, false, false
@@ -248,18 +247,12 @@ const maxAnswer = 16 << 20
 
 // hold reserves memory for the body, and for other data of the stream, from the budget of all streams.
 func (x *stream) hold() error {
-	n := int64(x.body.Len()) + x.extraBytes
+	n := int64(x.body.Len())
 	x.receiving.Received(n)
 	if !x.memory.Replace(&x.heldBytes, n) {
 		return openai.ServerBusy()
 	}
 	return nil
-}
-
-// holdExtra reserves bytes in addition to the body; false if there is no memory for them.
-func (x *stream) holdExtra(n int) bool {
-	x.extraBytes = int64(n)
-	return x.hold() == nil
 }
 
 // limitBodyTime makes the stream end with a 408 if the body is not complete in time, or with a 503 if there is no

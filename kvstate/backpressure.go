@@ -23,7 +23,7 @@ const (
 	firstPause        = 250 * time.Millisecond
 	longestPause      = time.Second
 	longestRetryAfter = 30 * time.Second
-	longestAbsence    = 10 * time.Second // likewise, for an endpoint that Envoy's cluster lacks
+	longestAbsence    = 10 * time.Second // the pause of an endpoint that Envoy's cluster lacks
 )
 
 // Refuses reports whether an engine's status says that it is full.
@@ -87,7 +87,7 @@ func (e *Endpoint) JustFull(now time.Time) (status int) {
 	return 0
 }
 
-// Refusing says for people that an endpoint is full; "" if it is not.
+// Refusing describes for operators that an endpoint is full; "" if it is not.
 func (e *Endpoint) Refusing(now time.Time) string {
 	left, status := e.FullFor(now)
 	if left == 0 {

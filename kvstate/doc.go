@@ -15,6 +15,6 @@
 // while they can be used.
 //
 // A [State] has parts with one job each, which are named fields: [Health], [Bookings] (reservations), [HandOvers]
-// (tickets, KV parameters, conversations), [Sessions], [KVLoads] (pairs whose transfers fail) and
+// (tickets, KV parameters), [Sessions], [KVLoads] (pairs whose transfers fail) and
 // [inferencepolicy.Policies]. Its own methods are about pools, views, the prefix index and signals.
 package kvstate

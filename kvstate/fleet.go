@@ -197,8 +197,8 @@ type endpointState struct {
 	remoteLoad   atomic.Pointer[RemoteLoad] // reservations of other replicas; nil: none
 	signals      atomic.Pointer[Signals]
 	pace         atomic.Pointer[speed.Learned] // of prefill; replaced, never modified; nil: nothing observed
-	steps        atomic.Pointer[speed.Learned] // likewise, of decode steps
-	transferTime atomic.Pointer[transferRatio] // likewise, of KV transfers
+	steps        atomic.Pointer[speed.Learned] // how much slower than the others, in decode steps
+	transferTime atomic.Pointer[transferRatio] // how much slower than the others, in KV transfers
 	loads        atomic.Pointer[LoadFaults]    // nil: none
 	models       atomic.Pointer[reportedModels]
 	said         atomic.Pointer[Report] // by its engine; nil: nothing
@@ -303,8 +303,8 @@ type PoolSpec struct {
 	// StepTokens is how many prompt tokens an engine computes in one step (vLLM: max_num_batched_tokens); 0: 8192.
 	StepTokens int64
 	HandOver   standstill.HandOver
-	// Facts are those that matter for pairs. In those that are in Alike, too, the engines of a pair must not be known
-	// to differ; in the others the operator lets them differ.
+	// Facts are those that matter for pairs. The engines of a pair must not be known to differ in the facts that are
+	// also in Alike; in the others the operator lets them differ.
 	Facts, Alike FactSet
 }
 
@@ -329,7 +329,7 @@ type Pool struct {
 	loads     *kvloads.Pairs
 	residents *residency.Table // conversations, and what endpoints hold of them
 	paused    *atomic.Bool     // by an operator
-	unlike    *atomic.Bool     // its endpoints' reports are not all the same
+	unlike    *atomic.Bool     // not all of its endpoints' engines have reported the same
 	groups    []int32          // as [View.Groups]
 	uniform   bool             // as [View.Uniform]
 
@@ -469,8 +469,8 @@ func (s *State) pool(name string) *Pool {
 
 // PoolFor finds the pool that serves a model. A pool that names the model comes first, then one with an endpoint that
 // is configured with it as an adapter. Among pools that accept any model, one whose endpoints report the model comes
-// before others. An adapter that only endpoints of other pools report is theirs. An empty model means the first pool.
-// nil: no pool serves it.
+// before others. An adapter that only endpoints of other pools report belongs to those pools. An empty model means the
+// first pool. nil: no pool serves it.
 func (s *State) PoolFor(model string) *Pool {
 	pools := s.Pools()
 	if model == "" && len(pools) > 0 {

@@ -6,8 +6,8 @@ import "time"
 // them is doubted: mostly P counts them, and who splits nothing for a wrong estimate would not learn a better one.
 const forgetEvery = 10 * time.Minute
 
-// forget doubts how many tokens bytes of text and media have, for those of which nothing was counted since it did so
-// last. A pool without requests forgets nothing.
+// forget lowers the trust in learned numbers of tokens, of text and of media, if none were counted since its last call.
+// A pool without requests forgets nothing.
 func (p *Pool) forget(now int64) {
 	last := p.forgot.Load()
 	if now-last < int64(forgetEvery) || !p.forgot.CompareAndSwap(last, now) || last == 0 {

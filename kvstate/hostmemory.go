@@ -18,7 +18,7 @@ type HostMemory struct {
 	LoadTime     time.Duration // sum over all loads; with tensor parallelism each rank makes its own
 }
 
-// capacity returns the capacity in tokens of so many bytes; tokenBytes 0 is unknown.
+// capacity converts a capacity in bytes into tokens; tokenBytes 0 is unknown.
 func (h *HostMemory) capacity(tokenBytes float64) int64 {
 	return h.Tokens + int64(float64(h.Bytes)/cmp.Or(tokenBytes, TokenBytes))
 }

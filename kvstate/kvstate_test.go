@@ -270,8 +270,8 @@ func TestConsume(t *testing.T) {
 		s.sweep(time.Now())
 		<-time.After(3 * time.Minute)
 		s.sweep(time.Now())
-		require.Empty(t, s.HandOvers.consumed.now)
-		require.Empty(t, s.HandOvers.consumed.old)
+		require.Empty(t, s.HandOvers.consumed.seen.now)
+		require.Empty(t, s.HandOvers.consumed.seen.old)
 	})
 }
 

@@ -48,8 +48,8 @@ func (s *KVLoads) ApplyLoadFailed(p *Pool, prefill, decode string) (isNew bool) 
 }
 
 // LoadSuspected records that a decode endpoint with KV to load answered a request with an error that may concern the
-// request or the KV. The error of one request is that request's; if another one meets it with no success between, the
-// load counts as failed. It reports whether that is so and new.
+// request or the KV. One request's error may be its own fault. If another request gets it without a success in between,
+// the load counts as failed. It reports whether that is so and new.
 func (s *KVLoads) LoadSuspected(p *Pool, prefill, decode string, request uint64) (isNew bool) {
 	return p.loads.Suspected(prefill, decode, request, s.now()) && s.LoadFailed(p, prefill, decode)
 }
@@ -63,8 +63,8 @@ func (s *KVLoads) LoadStarted(p *Pool, prefill, decode string) {
 // default is [KVLoads.LoadFailed]. Call it before the state is used.
 func (s *KVLoads) OnTransferFailed(f func(p *Pool, prefill, decode string)) { s.transferFailed = f }
 
-// blameTransfers finds the pair of transfers that failed at a decode endpoint since a scrape of its metrics. The
-// engine does not report whose KV it was. If several prefill endpoints had KV for it, no pair is blamed.
+// blameTransfers finds the pair of transfers that failed at a decode endpoint since a scrape of its metrics. The engine
+// does not report from which endpoint the KV came. If several prefill endpoints had KV for it, no pair is blamed.
 func (s *KVLoads) blameTransfers(e *Endpoint, since time.Time) {
 	for _, p := range s.pools() {
 		if p.Endpoint(e.Addr) != e {

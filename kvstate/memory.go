@@ -48,8 +48,8 @@ func (l *endpointState) hold(hashes []uint64, now time.Time) {
 	}
 }
 
-// routedElsewhere records that another replica has sent a prompt to an endpoint. The prompt's length is known by its
-// blocks only, and nobody will say when its answer ends.
+// routedElsewhere records that another replica has sent a prompt to an endpoint. Only the prompt's blocks are known,
+// and the end of its answer will not be reported.
 func (p *Pool) routedElsewhere(e *Endpoint, hashes []uint64, now time.Time) {
 	prompt := residency.Prompt{
 		Blocks: hashes, Tokens: float64(len(hashes)) * textBlockBytes / p.ratio.bytesPerToken(),
@@ -147,7 +147,7 @@ func (s *State) Computes(p *Pool, c *residency.Conversation, at *Endpoint, v *Vi
 // Conversations is what a pool's conversations need of its engines' memory.
 type Conversations struct {
 	residency.Report
-	Memory  float64 // tokens that the engines keep which say so, in their memory or on the host
+	Memory  float64 // tokens that engines keep in their memory or on the host, as far as they report it
 	Engines int     // that say so
 }
 

@@ -124,8 +124,8 @@ func (p *Pool) MayServe(model string) bool {
 	})
 }
 
-// Serves reports whether the pool is configured with a model by its name, or an endpoint reports it. Of reports so many
-// names count that nobody needs more.
+// Serves reports whether the pool is configured with a model by its name, or an endpoint reports it. Only this many
+// names of a report count.
 func (p *Pool) Serves(model string) bool {
 	if named, _ := p.serves(model); named {
 		return true

@@ -91,10 +91,6 @@ func (*silentReplicas) Reachable() bool                                   { retu
 func (*silentReplicas) Consume([16]byte, bool) (first, known bool)        { return true, false }
 func (*silentReplicas) PutHandOver([16]byte, []byte)                      {}
 func (*silentReplicas) TakeHandOver([16]byte) (params []byte, _ bool)     { return nil, false }
-func (*silentReplicas) PutConversation([16]byte, []byte, time.Duration)   {}
-func (*silentReplicas) TakeConversation([16]byte) (turn []byte, _ bool) {
-	return nil, false
-}
 
 // The first of the requests that wait here are published, by priority and position; without other replicas none is.
 func TestWaitsHere(t *testing.T) {

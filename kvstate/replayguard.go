@@ -7,30 +7,24 @@ import (
 	"tandem/kvstate/paramstore"
 )
 
-// HandOvers holds what passes between the hops of a request, and from one turn of a conversation to the next: consumed
-// tickets, KV parameters too large for a header, and the state of conversations' last turns.
+// HandOvers holds what passes between the hops of a request: consumed tickets, and KV parameters too large for a
+// header.
 type HandOvers struct {
-	link          *link
-	consumed      replayGuard
-	handOvers     *paramstore.Store
-	conversations *paramstore.Store // empty if there are other replicas
+	link      *link
+	consumed  replayGuard
+	handOvers *paramstore.Store
 }
 
-// replayGuard remembers consumed tickets, and reservations that have ended ([Bookings.End]), in two generations. It
-// starts a new generation when the current one is as old as the time to live, and drops the one before. So it remembers
-// each ticket for at least the time to live. It never drops one earlier to save memory: KV parameters that are sent
-// twice can return another request's text.
+// replayGuard remembers consumed tickets, and reservations that have ended ([Bookings.End]), for at least the time to
+// live. It never drops one earlier to save memory: KV parameters that are sent twice can return another request's text.
 type replayGuard struct {
-	mu       *sync.Mutex
-	max      int // of a generation
-	ttl      time.Duration
-	began    time.Time
-	now, old map[[16]byte]struct{}
+	mu   *sync.Mutex
+	max  int // of a generation
+	seen generations[[16]byte, struct{}]
 }
 
 func newReplayGuard(limit int, ttl time.Duration) replayGuard {
-	now := map[[16]byte]struct{}{}
-	return replayGuard{mu: &sync.Mutex{}, max: max(limit/2, 1), ttl: ttl, began: time.Now(), now: now}
+	return replayGuard{mu: &sync.Mutex{}, max: max(limit/2, 1), seen: newGenerations[[16]byte, struct{}](ttl)}
 }
 
 // Consume marks a ticket as consumed. It returns true the first time only: one ticket, one decode. If the memory is
@@ -63,14 +57,11 @@ func (s *HandOvers) ConsumeConfirmed(ticket [16]byte) (first, known bool) {
 func (p *replayGuard) consume(ticket [16]byte) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.rotate(time.Now())
-	if _, ok := p.now[ticket]; ok {
+	p.seen.age(time.Now())
+	if _, seen := p.seen.find(ticket); seen || len(p.seen.now) >= p.max {
 		return false
 	}
-	if _, ok := p.old[ticket]; ok || len(p.now) >= p.max {
-		return false
-	}
-	p.now[ticket] = struct{}{}
+	p.seen.now[ticket] = struct{}{}
 	return true
 }
 
@@ -78,21 +69,14 @@ func (p *replayGuard) consume(ticket [16]byte) bool {
 func (p *replayGuard) has(ticket [16]byte) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	_, now := p.now[ticket]
-	_, old := p.old[ticket]
-	return now || old
-}
-
-func (p *replayGuard) rotate(now time.Time) {
-	if now.Sub(p.began) > p.ttl {
-		p.old, p.now, p.began = p.now, map[[16]byte]struct{}{}, now
-	}
+	_, seen := p.seen.find(ticket)
+	return seen
 }
 
 func (p *replayGuard) sweep(now time.Time) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.rotate(now)
+	p.seen.age(now)
 }
 
 // PutHandOver stores a copy of params for all replicas and returns a reference to it, or [paramstore.ErrFull].

@@ -41,20 +41,12 @@ type Shared interface {
 	PutHandOver(ref [16]byte, params []byte)
 	// TakeHandOver returns and removes an entry that any replica stored.
 	TakeHandOver(ref [16]byte) ([]byte, bool)
-	// PutConversation stores the state of a conversation's last turn for ttl, and replaces the previous one.
-	PutConversation(conversation [16]byte, turn []byte, ttl time.Duration)
-	// TakeConversation returns and removes the state of a conversation.
-	TakeConversation(conversation [16]byte) (turn []byte, ok bool)
 }
 
 // link is the connection to the other replicas, which the parts of a state share.
 type link struct {
-	replicas  Replicas // nil: none
-	turnsHere bool     // turns of conversations are kept here, though there are others
+	replicas Replicas // nil: none
 }
-
-// sharesTurns reports whether turns of conversations are stored for all replicas.
-func (l *link) sharesTurns() bool { return l.replicas != nil && !l.turnsHere }
 
 func (l *link) changed() {
 	if l.replicas != nil {
@@ -64,9 +56,6 @@ func (l *link) changed() {
 
 // Connect connects the state to other replicas. Call it once, before the state is in use.
 func (s *State) Connect(p Replicas) { s.link.replicas = p }
-
-// KeepTurnsHere keeps turns of conversations at the replica that served them. Call it before the state is in use.
-func (s *State) KeepTurnsHere() { s.link.turnsHere = true }
 
 // HasReplicas reports whether there may be other replicas. Then [HandOvers.Consume], [HandOvers.TakeHandOver] and
 // [HandOvers.PutHandOver] may wait for Redis.

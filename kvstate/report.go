@@ -66,8 +66,8 @@ func FactsOf(facts ...Fact) (set FactSet) {
 // Has reports whether the set contains f.
 func (s FactSet) Has(f Fact) bool { return s&(1<<f) != 0 }
 
-// Report is what an engine says of itself, by fact; "": it does not say. Never modified after it was given to
-// [State.SetReport].
+// Report is what an engine reports of itself, by fact; "": it does not report that. Never modified after it was given
+// to [State.SetReport].
 type Report [Facts]string
 
 // maxFact bounds the text of one fact.
@@ -91,7 +91,7 @@ func (r *Report) only(set FactSet) *Report {
 	return &out
 }
 
-// Fits reports whether nothing that both say is against a pair. nil says nothing.
+// Fits reports whether two engines may be paired, as far as both have reported their facts. nil: not reported.
 func (r *Report) Fits(o *Report) bool {
 	_, unlike := r.Unlike(o)
 	return !unlike
@@ -110,7 +110,7 @@ func (r *Report) Unlike(o *Report) (first Fact, unlike bool) {
 	return 0, false
 }
 
-// FactFits reports whether what two engines say of a fact lets them be paired.
+// FactFits reports whether two engines may be paired, by what they report of one fact.
 func FactFits(f Fact, a, b string) bool {
 	return a == b || a == "" || b == "" || f == FactRankMultiples && multiples(a, b)
 }
@@ -154,8 +154,8 @@ func (s *State) AwaitsReport(e *Endpoint) bool {
 	return e.state != nil && e.state.awaits(s.o.Now().UnixNano())
 }
 
-// SetReport records what an endpoint's engine says of itself, as far as its pool compares that. all: it was asked
-// everything, so that the endpoint can be paired.
+// SetReport records what an endpoint's engine reports of itself, as far as its pool compares it. all: the report is
+// complete, so the endpoint can be paired.
 func (s *State) SetReport(e *Endpoint, r Report, all bool) {
 	due := e.state.reportDue.Load()
 	s.mu.Lock()
@@ -203,7 +203,7 @@ func (e *Endpoint) Report() *Report {
 	return e.state.report.Load()
 }
 
-// Said returns all that the endpoint's engine said of itself; nil: nothing. Do not modify.
+// Said returns all that the endpoint's engine has reported of itself; nil: nothing. Do not modify.
 func (e *Endpoint) Said() *Report {
 	if e.state == nil {
 		return nil

@@ -179,8 +179,8 @@ func (s *Bookings) reserve(id ReservationID, e *Endpoint, b Booking, space int64
 
 func randomID() ReservationID { return ReservationID(rand.Uint64() | 1) }
 
-// insert stores a reservation and its job in the endpoint's queue, both under the shard's lock, because whoever can
-// derive the id may release it at once. It returns false if the id is taken.
+// insert stores a reservation and its job in the endpoint's queue, both under the shard's lock, because a caller that
+// can derive the id may release it at once. It returns false if the id is taken.
 func (s *Bookings) insert(id ReservationID, r reservation, j prefillJob, now time.Time) bool {
 	shard := s.bookings.of(id)
 	shard.mu.Lock()
@@ -236,7 +236,7 @@ func (s *Bookings) unbook(id ReservationID, r reservation, done bool) {
 	switch r.leg {
 	case RolePrefill:
 		job, busy := r.on.queue.remove(id, r.on.stepTokens, now)
-		if done && r.on.requests.Load() <= r.on.queue.n.Load() { // beside answers a prompt takes longer
+		if done && r.on.requests.Load() <= r.on.queue.n.Load() { // a prompt takes longer while answers run
 			r.on.learnPrefill(busy, job.model, now.UnixNano())
 		}
 	case RoleBoth:
@@ -244,7 +244,7 @@ func (s *Bookings) unbook(id ReservationID, r reservation, done bool) {
 	}
 }
 
-// Strand counts KV of so many tokens in an endpoint's memory, which no other will fetch, until its lease ends.
+// Strand counts KV in an endpoint's memory that no other endpoint will fetch, until its lease ends.
 func Strand(s *State, e *Endpoint, tokens int64, lease time.Duration) {
 	e.state.memory.room.Strand(tokens, lease, s.link.changed)
 	s.link.changed()

@@ -11,15 +11,12 @@ type Sessions struct {
 	sessions *sessionSet
 }
 
-// sessionSet remembers where sessions were served, in two generations. It starts a new generation when the current
-// one is full or as old as the time to live, and drops the one before. Sessions in use move to the current
-// generation.
+// sessionSet remembers where sessions were served, fewer and for less long where there are many. Sessions in use move
+// to the current generation.
 type sessionSet struct {
-	mu       sync.RWMutex
-	max      int // of a generation
-	ttl      time.Duration
-	began    time.Time
-	now, old map[sessionKey]session
+	mu     sync.RWMutex
+	max    int // of a generation: it ends when it is full, too
+	served generations[sessionKey, session]
 }
 
 // sessionKey is the hash of a session's name, in a pool.
@@ -32,46 +29,41 @@ type sessionKey struct {
 type session struct{ prefill, decode *endpointState }
 
 func newSessionSet(limit int, ttl time.Duration) *sessionSet {
-	return &sessionSet{max: max(limit/2, 1), ttl: ttl, began: time.Now(), now: map[sessionKey]session{}}
+	return &sessionSet{max: max(limit/2, 1), served: newGenerations[sessionKey, session](ttl)}
 }
 
 func (t *sessionSet) find(k sessionKey) session {
 	t.mu.RLock()
 	defer t.mu.RUnlock()
-	if found, ok := t.now[k]; ok {
-		return found
-	}
-	return t.old[k]
+	found, _ := t.served.find(k)
+	return found
 }
 
 // put records where a session was served; nil keeps the previous endpoint.
 func (t *sessionSet) put(k sessionKey, next session) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	t.rotate(time.Now())
-	before, ok := t.now[k]
-	if !ok {
-		before = t.old[k]
-	}
+	t.age(time.Now())
+	before, _ := t.served.find(k)
 	if next.prefill == nil {
 		next.prefill = before.prefill
 	}
 	if next.decode == nil {
 		next.decode = before.decode
 	}
-	t.now[k] = next
+	t.served.now[k] = next
 }
 
-func (t *sessionSet) rotate(now time.Time) {
-	if len(t.now) >= t.max || now.Sub(t.began) > t.ttl {
-		t.old, t.now, t.began = t.now, map[sessionKey]session{}, now
+func (t *sessionSet) age(now time.Time) {
+	if t.served.age(now); len(t.served.now) >= t.max {
+		t.served.renew(now)
 	}
 }
 
 func (t *sessionSet) sweep(now time.Time) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	t.rotate(now)
+	t.age(now)
 }
 
 // SetAffinity records the endpoints that serve a session of the pool, for [Sessions.MarkSession]; prefill or decode
@@ -122,7 +114,7 @@ func (s *Sessions) EachSession(p *Pool, f func(name uint64, prefill, decode *End
 	}
 	s.sessions.mu.RLock()
 	defer s.sessions.mu.RUnlock()
-	for _, generation := range []map[sessionKey]session{s.sessions.old, s.sessions.now} {
+	for _, generation := range []map[sessionKey]session{s.sessions.served.old, s.sessions.served.now} {
 		for k, at := range generation {
 			if k.pool != p.Spec.Name {
 				continue

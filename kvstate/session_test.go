@@ -46,7 +46,7 @@ func TestSessions(t *testing.T) {
 		}
 		require.Equal(t, [2]Role{RoleBoth, 0}, at(109))
 		require.Equal(t, [2]Role{}, at(10))
-		require.LessOrEqual(t, len(s.Sessions.sessions.now)+len(s.Sessions.sessions.old), 8)
+		require.LessOrEqual(t, len(s.Sessions.sessions.served.now)+len(s.Sessions.sessions.served.old), 8)
 
 		s.SetPool(PoolSpec{Name: "p"}, []EndpointSpec{{Addr: "b", Role: RoleBoth}})
 		p = s.Pool("p")

@@ -2,14 +2,15 @@ package kvstate
 
 import "slices"
 
-// Slowness is how slow an endpoint's engine is beside its peers, the other endpoints of its pool: learned times over
-// the median of theirs for the same work. 2: twice as slow; 0: not known, or there is no peer of which it is known.
+// Slowness is how slow an endpoint's engine is, compared with its peers, the other endpoints of its pool: learned times
+// over the median of theirs for the same work. 2: twice as slow; 0: not known, or there is no peer of which it is
+// known.
 type Slowness struct {
 	Endpoint        *Endpoint
 	Prefill, Decode float64
 }
 
-// SlowFrom is the slowness from which people are told. Engines of one pool on different GPUs differ by less.
+// SlowFrom is the slowness from which on operators are warned. Engines of one pool on different GPUs differ by less.
 const SlowFrom = 3
 
 // SlownessIn returns the slowness of each endpoint of a pool.

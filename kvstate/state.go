@@ -103,8 +103,7 @@ func New(o Options) *State {
 	s.Bookings.init(l, o)
 	s.HandOvers = HandOvers{
 		link: l, consumed: newReplayGuard(o.MaxConsumed, o.ConsumedTTL),
-		handOvers:     paramstore.New(o.MaxHandOverBytes, o.HandOverTTL),
-		conversations: paramstore.New(maxConversationsBytes, 0),
+		handOvers: paramstore.New(o.MaxHandOverBytes, o.HandOverTTL),
 	}
 	s.Sessions = Sessions{l, newSessionSet(o.MaxSessions, o.SessionTTL)}
 	return s
@@ -118,7 +117,6 @@ func (s *State) Run(ctx context.Context) {
 func (s *State) sweep(now time.Time) {
 	s.Bookings.sweepReservations(now)
 	s.HandOvers.handOvers.Sweep(now)
-	s.HandOvers.conversations.Sweep(now)
 	s.HandOvers.consumed.sweep(now)
 	s.Bookings.ended.sweep(now)
 	for _, p := range s.Pools() {

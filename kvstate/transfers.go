@@ -24,7 +24,7 @@ type TransferCounters struct {
 	Bytes     int64         // of all transfers
 	Time      time.Duration // sum over all transfers, concurrent ones included
 	Tokens    int64         // of prompts whose KV was fetched instead of computed; 0: not reported
-	Failed    int64         // failed transfers; not among the others
+	Failed    int64         // failed transfers, which are not counted above
 }
 
 // since returns the difference of two reports; false if nothing was transferred, or if the engine has restarted.

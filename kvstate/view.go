@@ -68,7 +68,7 @@ type Learned struct {
 type Room struct {
 	Held int64 // by prompts that it computes or computed for others, until they have fetched them
 	// of the largest request that it answers or will; 0 if it does not prefill. Pass 2 sends nothing to an endpoint
-	// whose word is prefill, so only what it answers counts there.
+	// that prefills for now, so only what it answers counts there.
 	Need int64
 }
 
@@ -104,7 +104,8 @@ func (s *State) View(p *Pool, hashes []uint64, v *View) {
 		count(c.Used(), &prefills, &decodes, &both)
 	}
 	if usable == RoleBoth && (prefills == 0 || decodes == 0) {
-		prefills, decodes, both = v.dropWords() // those of one word have failed: the others serve both
+		// all endpoints with one of the roles have failed, so the others serve both
+		prefills, decodes, both = v.dropWords()
 	}
 	v.Load = p.load.utilisation(prefills, decodes, both, now)
 	p.forget(nano)

@@ -1,7 +1,7 @@
 package kvstate
 
-// A word says which legs an endpoint that may serve both is used for now (picker/roles). It is only the router's: the
-// engine does not know it, and what runs there goes on.
+// The word of an endpoint that may serve both legs is its assigned role: the leg for which it is used now
+// (picker/roles). Only the router knows it: the engine does not, and requests that run there go on.
 
 // SetWord sets what an endpoint of [RoleBoth] is used for: [RolePrefill], [RoleDecode], or RoleBoth for either. It is
 // ignored for other endpoints. It reports whether the word changed.

@@ -27,7 +27,7 @@ type Explanation struct {
 	TokenTime   float64   `json:"token_time"`             // between two tokens, s
 	Candidates  []Weighed `json:"candidates"`             // in the view's order
 
-	// quantities of which nothing was measured yet, so that the model's defaults count
+	// quantities that were not measured yet, for which the model's defaults are used
 	Defaults []string `json:"defaults,omitempty"`
 }
 
@@ -52,7 +52,7 @@ type Weighed struct {
 	Decode  *DecodePrice `json:"decode_leg,omitempty"`
 	Alone   *AlonePrice  `json:"alone,omitempty"`
 	Busy    bool         `json:"busy,omitempty"` // decode alone would delay its answers more than allowed
-	// with Busy: the prompt alone would, without other prompts
+	// with Busy: this prompt would be enough for that, without other prompts
 	TooLong bool `json:"too_long,omitempty"`
 	// capacity of its KV cache in tokens, as its engine says; 0: not known
 	KVTokens int64 `json:"kv_tokens,omitempty"`
@@ -86,7 +86,7 @@ func (k *Picker) Explain(r *Request, v *kvstate.View) Explanation {
 	return e
 }
 
-// defaults names the quantities of which nothing was measured at any endpoint.
+// defaults names the quantities that were not measured at any endpoint.
 func defaults(v *kvstate.View) (out []string) {
 	var prefill, decode, transfer bool // measured
 	for i := range v.Endpoints {
@@ -121,7 +121,7 @@ func (k *Picker) weigh(r *Request, t *terms, c *kvstate.Candidate) Weighed {
 		w.Word = c.Word.String()
 	}
 	if w.Out != "" {
-		return w // what it holds does not count, and is not known if it has failed
+		return w // its blocks do not count, and if it has failed they are not known
 	}
 	w.Hit, w.Loads, w.Held = c.Hit, c.Loads.Blocks(), c.Room.Held
 	switch {

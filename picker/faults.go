@@ -12,8 +12,8 @@ type Faults struct {
 	Excluded []string // addresses that failed this request
 	// Final are those of Excluded that stay excluded even if no other is left.
 	Final []string
-	// FailedPair are the addresses of the pair (P, D) that failed this request last, if nobody knows which of the
-	// two did.
+	// FailedPair are the addresses of the pair (P, D) that failed this request last, if it is not known which of the
+	// two failed.
 	FailedPair [2]string
 	// Trial says that the request may try an avoided pair again, once the first pause of the pair is over.
 	Trial bool
@@ -33,7 +33,7 @@ type avoid uint8
 
 const (
 	avoidFailed avoid = iota // all that are avoided
-	avoidTrials              // those whose first pause is not over
+	avoidTrials              // also pairs whose first pause is not over
 	avoidNone
 )
 
@@ -46,8 +46,8 @@ type attempt struct {
 
 // attempts returns the ways to choose for a request, in order; the first choice that is good enough is taken. After a
 // pair has failed, the first way leaves out both endpoints; after the first failure, the next two leave out only P, and
-// only D. If decode alone is no answer, pairs that are avoided follow, and then endpoints that failed the request once:
-// they may fail again, but the alternative is a certain error.
+// only D. If decode alone is not possible, avoided pairs follow, and then endpoints that failed the request once: they
+// may fail again, but the alternative is a certain error.
 func (k *Picker) attempts(r *Request) []attempt {
 	a := attempt{excluded: r.Excluded}
 	if r.Trial {
@@ -94,8 +94,8 @@ func (k *Picker) Pick(r *Request, v *kvstate.View) (c Choice, err error) {
 }
 
 // PickDecode chooses a decode endpoint for a prompt whose KV is on prefill, a position in the view, or -1 if that
-// endpoint is gone. If decode alone is no answer, it takes an avoided pair before none. If the prefill endpoint must
-// answer, for want of room, the error is [ErrNoRoom].
+// endpoint is gone. If decode alone is not possible, it takes an avoided pair rather than none. If the prefill endpoint
+// must answer, for want of room, the error is [ErrNoRoom].
 func (k *Picker) PickDecode(r *Request, v *kvstate.View, prefill int) (int, error) {
 	k.excluded, k.avoid = r.Excluded, avoidFailed
 	if r.Trial {

@@ -6,10 +6,10 @@ import "tandem/kvstate"
 // answers' part of each step makes the prompt take longer. The terms here are added to the price of a leg on an
 // endpoint that runs the other kind (docs/decision.md, Prompts beside answers).
 
-// beside is a prompt that is computed on an endpoint whose answers run on.
+// beside is a prompt that an endpoint computes while its answers go on.
 type beside struct {
 	queue  float64 // s: prompts before it, in steps that the answers share
-	work   float64 // s: of its own, likewise
+	work   float64 // s, for its own tokens
 	longer float64 // s: by which it makes the answers' steps longer, in all
 	fill   float64 // 0 to 1: how full the endpoint is, of answers or of KV
 }
@@ -29,8 +29,8 @@ func (t *terms) beside(c *kvstate.Candidate, b *batch) beside {
 	return out
 }
 
-// delayed returns the price of the time that so many answers lose. It grows with how full the endpoint is: answers that
-// wait for room there lose time, too.
+// delayed returns the price of the time that a number of answers lose. It grows with how full the endpoint is: answers
+// that wait for room there lose time, too.
 func (p *beside) delayed(t *terms, answers float64) float64 {
 	return t.answer * answers * p.longer / max(1-p.fill, 1-maxFill)
 }

@@ -25,8 +25,8 @@ func (t *terms) whole(v *kvstate.View) bool {
 	return v.Load.Live > twoCopies*all
 }
 
-// evicts returns the time to compute again what an endpoint discards to make room for so many tokens, weighted
-// with the chance that it will be asked for.
+// evicts returns the time to compute again what an endpoint discards to make room for a number of tokens, weighted with
+// the chance that it is needed again.
 func (t *terms) evicts(c *kvstate.Candidate, need float64) (seconds float64) {
 	if c.Memory == nil || t.latencyOnly {
 		return 0

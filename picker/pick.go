@@ -48,7 +48,7 @@ type Choice struct {
 	Other float64
 
 	Selective bool // not every endpoint serves the model
-	Named     bool // some endpoint reports its models: whoever chooses again must name the model
+	Named     bool // some endpoint reports its models, so that a later choice needs the model's name
 
 	// Estimated, seconds:
 	PrefillTime float64 // until the prefill endpoint has answered, from now
@@ -90,7 +90,7 @@ type Split uint8
 // The policies of a pool's split.
 const (
 	SplitAlways Split = iota // all
-	SplitAuto                // those for which a pair is cheaper than decode alone
+	SplitAuto                // requests for which a pair is cheaper than decode alone
 	SplitNever               // none
 )
 
@@ -104,13 +104,13 @@ type Policy struct {
 	// worth of a second of an answer, this request's or another's, relative to a second before the first token: above 0
 	AnswerWeight float64
 	Late         bool // requests wait in an admission queue, which changes the price of jobs that wait on an endpoint
-	PairsOnly    bool // what may be split is never decoded alone, but refused
+	PairsOnly    bool // a request that may be split is refused rather than decoded alone
 }
 
 // DefaultAnswerWeight is the default of [Policy.AnswerWeight].
 const DefaultAnswerWeight = 0.5
 
-// DefaultPromise is what a pool promises that says nothing: a first token within 5 s, and one every 50 ms.
+// DefaultPromise is the promise of a pool without one of its own: a first token within 5 s, and one every 50 ms.
 func DefaultPromise() Targets { return Targets{TTFT: 5, TPOT: 0.050} }
 
 // DefaultPolicy chooses endpoints by price, and splits a request if that is cheaper. Its promise is [DefaultPromise].
@@ -145,7 +145,7 @@ type prices struct {
 	near                   float64 // decode with a transfer within its zone
 	busy                   bool    // decode alone would delay its answers too much
 	faults                 bool    // some of its KV transfers failed
-	crowded                bool    // it has no room for the request, and could answer it otherwise
+	crowded                bool    // it could answer the request, but has no room for it
 	later                  bool    // it has no room now to compute it for another, but may have later
 	waits                  bool    // it only prefills, and its memory is full
 	kind, zone             int16   // positions in kinds and zones; zone 0 is unknown

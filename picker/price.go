@@ -18,8 +18,8 @@ const (
 	// With a target that was asked for, answers of this part of the mean length keep it too: long ones alone do not
 	// make a p99.
 	askedSpread = 1.0 / 3
-	// A job counts as at most this many mean jobs for those that wait before it. Without a limit the longest prompts
-	// wait for too long.
+	// For the jobs before it, a job counts as at most this many mean jobs. Without a limit the longest prompts wait for
+	// too long.
 	maxJobs = 2.0
 	// Seconds per token that engines reach at the model's pace, beside a few prompts: no promise counts as shorter.
 	reachable   = 0.030
@@ -32,7 +32,7 @@ const (
 type terms struct {
 	m           *Model
 	tokens      float64       // of the prompt
-	most        float64       // likewise, if the estimate is too low
+	most        float64       // the same if the estimate is too low
 	perBlock    float64       // tokens of one block of a hit
 	out         float64       // expected tokens of the answer
 	mean        float64       // and of running answers
@@ -55,7 +55,7 @@ type terms struct {
 // promise is what the answers should keep: the pool's promise, or the request's own targets.
 type promise struct {
 	tpot     float64 // s; 0: none
-	asked    bool    // tpot is the request's own: it holds without exception
+	asked    bool    // tpot is the request's own target, which holds without exception
 	spread   float64 // tokens of a running answer over which a delay is spread
 	promised float64 // time to the first token that the pool promises, s; 0: none
 	inTime   float64 // s from now until it is due; 0 or less: it is too late, or nothing is promised
@@ -120,8 +120,8 @@ func expected(r *Request, mean float64) float64 {
 	return max(mean, float64(r.MinAnswer))
 }
 
-// othersPrice returns the delay of other requests by a second of work, on so many endpoints at a utilisation rho.
-// In a queue, an additional second of work adds rho/(1-rho) seconds of waiting.
+// othersPrice returns by how much a second of work delays other requests, on a number of endpoints at a utilisation
+// rho. In a queue, an additional second of work adds rho/(1-rho) seconds of waiting.
 func othersPrice(rho float64, endpoints int) float64 {
 	rho = min(max(rho, 0), maxLoad)
 	return min(othersWeight, othersSpread/math.Sqrt(float64(max(endpoints, 1)))) * rho / (1 - rho)
@@ -299,8 +299,8 @@ func (t *terms) freeKV(c *kvstate.Candidate) float64 {
 	return t.m.KVTokens
 }
 
-// overflow returns the time that requests wait, or repeat, because KV does not fit. Nobody knows how long the answers
-// get: each varies by about the mean of answers, so n of them by that times the root of n. No distribution with this
+// overflow returns the time that requests wait, or repeat, because KV does not fit. The lengths of the answers are not
+// known. Each varies by about the mean length, so n of them vary by that times the root of n. No distribution with this
 // mean and deviation is above the capacity by more than the bound used here, on average (Scarf 1958).
 func (t *terms) overflow(b *batch) float64 {
 	over, variance := b.kv-b.freeKV, t.mean*t.mean*(max(b.answers, 0)+1)
@@ -336,7 +336,7 @@ func (t *terms) moves(d *kvstate.Candidate, far float64) float64 {
 // AlonePrice is the price of doing both on one endpoint, in seconds.
 type AlonePrice struct {
 	Queue  float64 `json:"queue"`          // prompts that it is computing already, in steps shared with its answers
-	Work   float64 `json:"work"`           // of this prompt, likewise
+	Work   float64 `json:"work"`           // the same of this prompt
 	Load   float64 `json:"load,omitempty"` // as in PrefillPrice
 	Others float64 `json:"others"`         // delay of other prompts
 	// delay of the answers that run there, at least one, at the pool's weight of answers
@@ -403,8 +403,8 @@ func (t *terms) room(c *kvstate.Candidate, step, fill, longer float64) bool {
 // minLeft is the least share of a decode endpoint's time that counts as left for answers.
 const minLeft = 0.01
 
-// leastLeft is minLeft for what answers lose on an endpoint that serves both legs. There the share of ten seconds says
-// little of the next ones: one long prompt makes it 1, and would make the endpoint a hundred times as dear.
+// leastLeft is minLeft for what answers lose on an endpoint that serves both legs. There the share of the last ten
+// seconds predicts little: one long prompt makes it 1, and would make the endpoint a hundred times as expensive.
 const leastLeft = 0.5
 
 // Work returns the time to prefill a request, in seconds, on the endpoint where it is least: the key of an

@@ -16,7 +16,7 @@ import (
 //     holds leaves no room.
 //
 // Then whatever waits at an engine fits as soon as the answers there have ended: no engine waits for another one. An
-// engine that only prefills, and is full, costs time alone: it is dearer, and late binding waits.
+// engine that only prefills and is full only costs time: its price is higher, and late binding waits.
 
 // ErrNoRoom means that no other endpoint has room for a prompt whose KV is computed. The endpoint that computed it
 // answers.
@@ -50,8 +50,8 @@ func (t *terms) leaveOut(c *kvstate.Candidate, p *prices) bool {
 const roomWait = 4.0
 
 // isFull reports whether a prompt would wait for memory at an endpoint that only prefills. What is held counts from the
-// choice of the endpoint until two scrapes after the fetch, and what the engine reports lacks the latest prompts. Where
-// both are known, both must say so.
+// choice of the endpoint until two scrapes after the fetch, and what the engine reports lacks the latest prompts. If
+// both are known, there must be room by both.
 func (t *terms) isFull(c *kvstate.Candidate) bool {
 	room := float64(c.KVTokens) - t.most
 	if c.KVTokens == 0 || float64(c.Room.Held) <= room {
@@ -61,7 +61,7 @@ func (t *terms) isFull(c *kvstate.Candidate) bool {
 }
 
 // keeps reports whether an endpoint of both roles may compute the prompt for another. If its capacity is not known, it
-// does so only while it answers nobody. One that does nothing else computes a prompt whose estimate alone fits.
+// does so only while it answers nobody. An engine that does nothing else computes a prompt if its estimate alone fits.
 func (t *terms) keeps(c *kvstate.Candidate) bool {
 	if onlyPrefills(c) {
 		return true
@@ -92,8 +92,8 @@ func (k *Picker) later() bool {
 	return false
 }
 
-// crowd chooses where a request is answered that no endpoint has room for: always the same endpoint, whose memory gets
-// free because the others keep room for what it holds, and because it gets nothing more to hold.
+// crowd chooses an endpoint for a request that none has room for: always the same one, whose memory becomes free
+// because the others keep room for what it holds, and because it gets nothing more to hold.
 func (k *Picker) crowd(v *kvstate.View, t *terms) Choice {
 	at, most := -1, false
 	for i := range v.Endpoints {

@@ -19,8 +19,8 @@ func (k *Picker) sameNode(v *kvstate.View, t *terms, p int) float64 {
 	return best
 }
 
-// sameNodeEach lowers in total, by position, the prices of the decode endpoints on the node of p, and returns the
-// least of them.
+// sameNodeEach lowers the prices of the decode endpoints on p's node, which are in total by position, and returns the
+// lowest of them.
 func (k *Picker) sameNodeEach(v *kvstate.View, t *terms, p int, total []float64) float64 {
 	best := math.Inf(1)
 	if p < 0 {

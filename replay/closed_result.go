@@ -88,7 +88,7 @@ func newCounts(p *player) *counts {
 	return c
 }
 
-// started counts what is computed of a prompt that its session had.
+// started counts the tokens of a prompt that are computed although an earlier prompt of its session had them.
 func (c *counts) started(j *job, cached, computes int) {
 	t := j.turn.turn
 	a := &j.turn.again

@@ -11,14 +11,14 @@ import (
 // Rules that know which requests one program makes, an agent with its tools. Their engines serve both legs of every
 // request. They are told when a program has ended, which only some clients say.
 
-// program is what a router knows of one.
+// program is what a router knows of an agent's program.
 type program struct {
 	began   float64 // arrival of its first request
 	at      int     // its engine; -1: none
 	tokens  int     // of its context
 	running int     // its requests at the engine; without any it uses a tool
-	served  float64 // s for which engines served it
-	ended   float64 // when its last answer did
+	served  float64 // for how long engines served it, s
+	ended   float64 // when its last answer ended
 	last    bool    // it makes no other request
 	paused  bool
 	marked  bool // it is paused when its answer ends

@@ -8,8 +8,9 @@ import (
 	"time"
 )
 
-// How the garbage collector is tuned. Little lives in a small fleet and much passes through, so collecting seldom is
-// cheap there. An index of many engines and long prompts lives for hours: a ratio of it would be gigabytes of garbage.
+// How the garbage collector is tuned. In a small fleet little memory stays in use and much becomes garbage, so
+// collecting seldom is cheap. An index of many engines and long prompts stays in use for hours: as a ratio of it,
+// garbage would be gigabytes.
 const (
 	garbage    = 128 << 20 // bytes that may become garbage between two collections
 	mostGOGC   = 400       // percent of what lives, where little lives

@@ -45,7 +45,7 @@ func (f *fleet) newSource(ctx context.Context, p *configv1.Pool, log *slog.Logge
 	return nil, errors.New("discovery names no source")
 }
 
-// factsOf asks a pool's engines what the cluster does not say of them.
+// factsOf asks a pool's engines for facts that the cluster does not have.
 func factsOf(p *configv1.Pool, log *slog.Logger) *discovery.Facts {
 	return discovery.NewFacts(config.DialectOf(p).Reports.Release, p.GetApiKeyFile(), log)
 }

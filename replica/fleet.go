@@ -35,7 +35,7 @@ type fleet struct {
 	sources []source          // of pools that are discovered; they stay as they are until a restart
 	synced  []<-chan struct{} // closed when a source that takes its time has written its pool
 	config  atomic.Pointer[status.File]
-	joined  chan struct{} // closed when all have, and what other replicas know was taken in
+	joined  chan struct{} // closed when all have, and the knowledge of the other replicas has been loaded
 
 	discovered map[string]*configv1.Discovery
 	prober     *discovery.Prober
@@ -93,7 +93,6 @@ func newFleet(
 	}
 	if f.signs = f.store != nil && cfg.GetTickets().GetKeyFile() != ""; f.signs {
 		f.store.SignWith(f.keys)
-		f.state.KeepTurnsHere()
 	}
 	owns := func(*kvstate.Pool, *kvstate.Endpoint) bool { return true }
 	events := kvevents.Options{State: f.state, Log: log, Pools: config.EventSources(cfg)}

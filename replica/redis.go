@@ -18,7 +18,7 @@ import (
 	"tandem/status"
 )
 
-// joinTime is how long a replica that starts waits to hear what the others know.
+// joinTime is how long a replica that starts waits for the knowledge of the others.
 const joinTime = 2 * time.Second
 
 // connectTime is the time that it waits for the connections to publishers of KV events, before joining.
@@ -106,7 +106,7 @@ func (f *fleet) keepReady(ctx context.Context, set func(ready bool), log *slog.L
 	case <-ctx.Done():
 		return
 	}
-	// before the engines have said what they are, they share no requests
+	// engines share no requests before they have reported what they are
 	for f.state.AwaitsReports() && ctx.Err() == nil {
 		select {
 		case <-time.After(50 * time.Millisecond):

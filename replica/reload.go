@@ -31,8 +31,8 @@ import (
 	"tandem/status"
 )
 
-// reloadEvery is how often the files are looked at. A change counts when they have been the same twice in a row: who
-// writes them may not be through yet.
+// reloadEvery is how often the files are looked at. A change counts when the files were the same twice in a row: until
+// then they may still be being written.
 const reloadEvery = time.Second
 
 // reloader puts changes of the configuration file, and of the ticket keys, in force while the server runs. A file that
@@ -144,7 +144,7 @@ func (r *reloader) outdated() bool {
 	return err == nil && len(diff.Difference(r.config, next)) > 0
 }
 
-// stamps tell versions of files apart.
+// stamps distinguish versions of files.
 type stamps [2]struct {
 	modified time.Time
 	size     int64
@@ -262,8 +262,8 @@ var errPrinted = errors.New("the printed bootstrap of Envoy lacks what the pools
 
 // printedLacks returns an error if Envoy has a printed bootstrap without something that the pools of a configuration
 // need: with the change in force their requests would fail. So the change waits: for a restart of Tandem, after Envoy's
-// with a new bootstrap, or until an Envoy asks for its configuration over xDS, here or at another replica. A gateway's
-// Envoy is not ours.
+// with a new bootstrap, or until an Envoy asks for its configuration over xDS, here or at another replica. Tandem does
+// not configure a gateway's Envoy.
 func (r *reloader) printedLacks(ctx context.Context, next *configv1.Config) error {
 	missing := r.newParts(next)
 	if len(missing) == 0 || r.config.GetEnvoyGateway() != nil ||

@@ -39,7 +39,7 @@ type Sharing struct {
 
 const (
 	fullKV = .95 // share of an engine's KV cache in use from which it is full
-	// Prefill is idle if it got none of so many latest requests of the last minute. If some earlier ones were split,
+	// Prefill is idle if it got none of this many latest requests of the last minute. If some earlier ones were split,
 	// their usual distance must have passed that many times without one, and so much time.
 	idleDecisions, idleGaps, idleFor = 10, 3, 10 * time.Second
 	// After this time others scrape the engines that a dead replica scraped: its lease, and seconds to begin.
@@ -254,7 +254,7 @@ func missing(s *Status, add func(bad bool, doc, format string, values ...any)) {
 	}
 	sharing := &s.Sharing
 	switch here := sharing.Replicas; {
-	case s.Sharing.NoAnswer: // nobody knows who runs
+	case s.Sharing.NoAnswer: // it is not known which requests run
 	case sharing.Redis && sharing.Up && here < sharing.Configured:
 		run := "run"
 		if here == 1 {

@@ -33,7 +33,7 @@ func decided(t *telemetry.Trace) string {
 	return holding(t, decidedSplit(t), t.Prefill, t.Decode)
 }
 
-// holding adds to a sentence what the chosen endpoints held of the prompt, as far as it is worth saying.
+// holding adds to a sentence how much of the prompt the chosen endpoints held, if that is worth a mention.
 func holding(t *telemetry.Trace, sentence string, chosen ...string) string {
 	held := ""
 	for _, address := range chosen {

@@ -169,7 +169,7 @@ func mostKV(e *pass.Explanation) (most int64) {
 const priceColumns = "  endpoint\trole\tcached blocks\tprefill\t" +
 	"transfer and decode\tdecode alone\tnote" //nolint:dupword // two columns
 
-// remark says whether an endpoint is chosen or out, and what differs from the model.
+// remark describes whether an endpoint is chosen or excluded, and what differs from the model.
 func remark(c *picker.Weighed, chosen, split bool) string {
 	note := learned(c)
 	if c.State == "stale" {
@@ -324,7 +324,7 @@ func tried(e *pass.Explanation, prefill string) string {
 	return s + "decode computes the prompt."
 }
 
-// whole says why a request is not split whatever that costs; "" if prices decide.
+// whole returns why a request is never split, whatever the prices; "" if prices decide.
 func whole(e *pass.Explanation) string {
 	if e.NotSplit == "no_prefill" {
 		return noPrefill(e)

@@ -27,14 +27,15 @@ import (
 
 // Status is the state of all replicas that answered the asked one. Times of points are milliseconds.
 type Status struct {
-	Replica      string          `json:"replica"` // the asked one; the next four are about it
-	Version      string          `json:"version"`
-	Started      time.Time       `json:"started"`
-	Now          time.Time       `json:"now"`
-	Ready        bool            `json:"ready"`
-	Sharing      Sharing         `json:"sharing"`
-	Scope        string          `json:"scope"`            // the replicas that this is about, for people
-	Replicas     []Replica       `json:"replicas"`         // those whose parts are in the rest; the asked one first
+	Replica string    `json:"replica"` // the asked one; the next four are about it
+	Version string    `json:"version"`
+	Started time.Time `json:"started"`
+	Now     time.Time `json:"now"`
+	Ready   bool      `json:"ready"`
+	Sharing Sharing   `json:"sharing"`
+	Scope   string    `json:"scope"` // the replicas that this is about, for people
+	// the replicas whose parts are in the rest, beginning with the one that was asked
+	Replicas     []Replica       `json:"replicas"`
 	Silent       []string        `json:"silent,omitempty"` // living replicas that did not answer
 	Gone         []operator.Gone `json:"gone,omitempty"`   // replicas that did not end in order, for an hour
 	Attention    []Notice        `json:"attention"`
@@ -57,7 +58,7 @@ type Failed struct {
 	FailedHops string `json:"failed_hops,omitempty"`
 	AgainHops  string `json:"planned_again_hops,omitempty"` // after which a request was planned again
 	FailedID   string `json:"failed_request,omitempty"`     // the latest one
-	// one of FailedHops is an engine's, and not an error of Tandem's own
+	// one of FailedHops failed because of an engine, not of Tandem itself
 	EngineFailed bool `json:"engine_failed,omitempty"`
 	// Requests that failed because a replica refused their ticket; not among the others, since no endpoint failed
 	TicketsRefused uint64 `json:"tickets_refused,omitempty"`
@@ -374,7 +375,7 @@ func (f *Feed) pool(p *kvstate.Pool) Pool {
 	return out
 }
 
-// unpaired reports whether a prefill endpoint pairs with none of all, whatever their states.
+// unpaired reports whether a prefill endpoint pairs with no other endpoint, whatever state they are in.
 func unpaired(e *kvstate.Endpoint, all []*kvstate.Endpoint) bool {
 	return e.Role == kvstate.RolePrefill && !slices.ContainsFunc(all, func(o *kvstate.Endpoint) bool {
 		return o.Role&kvstate.RoleDecode != 0 && picker.Pairs(o, e)

@@ -320,7 +320,7 @@ func (s *Status) addEnvoy(e Envoy) {
 	}
 }
 
-// lasts reports whether e is newer than another connection of the same Envoy.
+// lasts reports whether e is a newer connection than another one of the same Envoy.
 func (e *Envoy) lasts(o *Envoy) bool {
 	if e.Left.IsZero() != o.Left.IsZero() {
 		return e.Left.IsZero()

@@ -15,9 +15,9 @@ import (
 type Memory struct {
 	Conversations int     `json:"conversations"`
 	Expected      float64 `json:"expected_tokens"`   // of those that are expected back within two minutes: the working set
-	Keeps         float64 `json:"memory_tokens"`     // of engines that say so, or of their hosts if that is more
+	Keeps         float64 `json:"memory_tokens"`     // of engines that report it, or of their hosts if that is more
 	Lacks         float64 `json:"needs_host_tokens"` // of host memory that each engine needs; 0: none
-	Engines       int     `json:"engines"`           // that say how much they keep
+	Engines       int     `json:"engines"`           // engines that report how much they keep
 
 	// Of the last ten minutes: tokens of prompts that earlier ones of their conversations had; of those, what was
 	// computed again since no engine held it any more, or though another one held it.
@@ -69,7 +69,7 @@ func printMemory(w io.Writer, m *Memory) {
 	fmt.Fprintln(w)
 }
 
-// waits says how many requests wait until there is room for their KV.
+// waits describes how many requests wait until there is room for their KV.
 func (m *Memory) waits() string {
 	verb := "wait"
 	if m.Waiting == 1 {
@@ -79,8 +79,9 @@ func (m *Memory) waits() string {
 }
 
 const (
-	lacking  = 0.05 // share of what conversations had, from which it is told that it is computed again
-	lackedOf = 1e6  // tokens that came back in the last ten minutes: below that a share says little
+	// share of the tokens that conversations had from which on status reports that they are computed again
+	lacking  = 0.05
+	lackedOf = 1e6 // tokens that came back in the last ten minutes: below that a share says little
 )
 
 // lacksMemory adds a notice if memory for conversations is what a pool lacks.

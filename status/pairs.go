@@ -14,7 +14,7 @@ type Pairing struct {
 	Apart []string `json:"apart,omitempty"`
 	// Allowed are those in which engines differ that are paired all the same, since pairUnlike has them.
 	Allowed []string `json:"unlike_allowed,omitempty"`
-	// Unknown are facts that engines do not report, so that nobody knows whether pairs share them.
+	// Unknown are facts that engines do not report, so that it is not known whether pairs share them.
 	Unknown []string `json:"not_reported,omitempty"`
 	// Waiting are endpoints that are not paired yet, since their engines have not said what they are.
 	Waiting []string `json:"waiting_for_report,omitempty"`

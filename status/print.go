@@ -196,7 +196,7 @@ func printPool(w io.Writer, p *Pool, now time.Time) {
 	}
 }
 
-// besidePeers returns how long an engine takes beside its peers: for prefill, for decode, or both.
+// besidePeers returns how long an engine takes, compared with its peers: for prefill, for decode, or both.
 func besidePeers(e *Endpoint) string {
 	var of []string
 	for _, times := range []float64{e.PrefillSlowness, e.DecodeSlowness} {
@@ -232,7 +232,7 @@ func printFlow(w io.Writer, flow []Flow) {
 	_ = t.Flush()
 }
 
-// terminalRecent is the number of latest requests that fit a terminal beside the rest.
+// terminalRecent is the number of latest requests that fit on a terminal together with the rest.
 const terminalRecent = 10
 
 func printRecent(w io.Writer, recent []Decided) {

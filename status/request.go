@@ -352,8 +352,8 @@ func (e *ends) of(own []telemetry.Trace) (out []telemetry.Trace) {
 	return out
 }
 
-// fill adds the ends that are known from before to all requests, and keeps those ends that this replica's own traces
-// lack.
+// fill completes requests with ends that were kept before, and keeps the ends that this replica's own traces do not
+// have.
 func (e *ends) fill(all, own []telemetry.Trace) {
 	lacks := map[endKey]bool{}
 	for i := range own {

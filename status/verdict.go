@@ -68,7 +68,7 @@ func verdictOf(t *telemetry.Trace) (v verdict) {
 	return v
 }
 
-// printVerdict ends what is said of a request.
+// printVerdict prints the conclusion about a request.
 func printVerdict(w io.Writer, t *telemetry.Trace) {
 	v := verdictOf(t)
 	switch {
@@ -263,7 +263,7 @@ func writing(t *telemetry.Trace, whole time.Duration) spent {
 	return s
 }
 
-// undivided is the time of the last hop of a request whose first token nobody saw.
+// undivided is the time of the last hop of a request whose first token was not seen.
 func undivided(t *telemetry.Trace, whole time.Duration) spent {
 	name := words.Plain(t.Decode)
 	if t.Route != "decode_alone" && t.Prefill == "" {

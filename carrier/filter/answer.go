@@ -148,7 +148,7 @@ func (f *Filter) refuseOutdated() Status {
 	return Stop
 }
 
-// noHost is Envoy's detail of an answer in place of an endpoint that the cluster of another's route lacks, or holds for
+// noHost is Envoy's response code detail where the cluster of another's route does not have the endpoint, or has it as
 // unhealthy (1.40). A cluster of Tandem's connects to any endpoint.
 const noHost = "no_healthy_upstream"
 

@@ -40,7 +40,7 @@ func (in *Insured) carryOut(a journey.StreamAction) {
 		in.d.id = 0
 		fallthrough
 	case journey.GoOn:
-		f.reservedAs += "+" // as many times as another engine was asked to continue
+		f.reservedAs += "+" // as often as another engine was asked to continue
 		in.plan(&a)
 	case journey.GoBack:
 		in.goBack()
@@ -65,7 +65,7 @@ func (in *Insured) plan(next *journey.StreamAction) {
 	if in.hasPart() {
 		f.state = journey.Continuing
 	}
-	f.hop.ticket.Reservations = [2]uint64{} // they are the leg's before, which may still be there
+	f.hop.ticket.Reservations = [2]uint64{} // those that are set belong to the leg before, and may still be there
 	f.m = f.s.scratch.Get().(*scratch)
 	f.m.meter.Begin("", nil)
 	x, b := &f.m.pass, &f.m.body
@@ -159,7 +159,7 @@ func (s *Shared) lookAfter() {
 		}
 		in.f.worker.wake(func() {
 			switch {
-			case in.placed.Load() != p || in.d.id == 0: // it was, or has begun to write
+			case in.placed.Load() != p || in.d.id == 0: // it has ended, or has begun to write
 			case p.writes:
 				in.move(cause)
 			default:

@@ -20,7 +20,7 @@ type encode struct {
 // encode makes the leg's body, and has it sent.
 func (p passing) encode(r *pass.Routed) onWorker {
 	f, x := p.f, &p.f.m.pass
-	if len(r.Edits) > 0 { // what the operator has set is in the leg's body, too
+	if len(r.Edits) > 0 { // the leg's body also has what the operator has set
 		f.m.edit(r.Edits)
 		if err := x.Req.Client.Scan(openai.Chat, x.Body.Bytes(), openai.Limits{}); err != nil {
 			return p.refusal(err)

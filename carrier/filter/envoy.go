@@ -40,7 +40,7 @@ type Envoy interface { //nolint:interfacebloat // as many as the filter needs of
 	// Restart begins the request again in a new filter, with its headers as they are now and the body that was sent on.
 	// false: it cannot; the request goes on as if nothing had been asked.
 	Restart() bool
-	// HoldAnswer says whether the pieces of the answer are shown to [Filter.ResponseBody].
+	// HoldAnswer decides whether Envoy shows the pieces of the answer to [Filter.ResponseBody].
 	HoldAnswer(hold bool)
 	// PassEvents says whether pieces that consist of whole events without a mark ([answer.Marked]) are left out of that,
 	// until it is called again. HoldAnswer ends it.
@@ -49,8 +49,8 @@ type Envoy interface { //nolint:interfacebloat // as many as the filter needs of
 	ResponseHeader(name string) []byte
 	// SetResponseHeader sets a header of the answer, before it has gone on; "" removes it.
 	SetResponseHeader(name, value string)
-	// Count has [Counted] called for the pieces of the answer that go to the client, after ResponseBody. events:
-	// it is a stream of events, and pieces of whole lines that say no tokens are left out.
+	// Count has [Counted] called for the pieces of the answer that go to the client, after ResponseBody. events: the
+	// answer is a stream of events, and pieces whose lines have no counts of tokens are left out.
 	Count(events bool)
 	// EachPiece calls do with each part of the piece that a hook is called for. They are Envoy's, until the hook ends.
 	EachPiece(do func(part []byte))
@@ -67,7 +67,7 @@ type Envoy interface { //nolint:interfacebloat // as many as the filter needs of
 	ContinueAnswer()
 	// Outcome returns what Envoy knows of the answer.
 	Outcome() Outcome
-	// StartStream starts a request of its own whose answer comes piece by piece: [Insured] is told of it, perhaps
+	// StartStream starts a request of its own whose answer comes piece by piece: its events go to [Insured], perhaps
 	// before StartStream returns. false: it cannot be sent.
 	StartStream(c *Call) (id uint64, ok bool)
 	// ResetStream ends such a request.

@@ -44,9 +44,10 @@ type hop struct {
 	pair    *pair             // both legs at once; nil: one leg
 	rewrite *rewrite          // of D's answer; nil: the client gets it as it is
 	trace   traceContext
-	first   func()  // follows the call, which only has an endpoint looked up; nil: it is no such call
-	encode  *encode // the call is to an endpoint that encodes media; nil: to P
-	other   bool    // what is asked is never split, but planned again where the endpoint has done nothing for it
+	// runs after a call whose only purpose is that Envoy looks an endpoint up; nil: the call is another one
+	first  func()
+	encode *encode // the call is to an endpoint that encodes media; nil: to P
+	other  bool    // the request is never split, but planned again if its endpoint has done nothing for it
 }
 
 // NewFilter returns the filter of a request. route is nil where routes are Tandem's own.
@@ -185,8 +186,8 @@ func (f *Filter) Woken() {
 // millisecond.
 const maxOnWorker = 128 << 10
 
-// offWorker runs work in a goroutine, and what it returns on the worker, unless the request has ended by then. Work
-// that is short and need not wait runs on the worker, too: handing it to another thread takes longer.
+// offWorker runs work in a goroutine, and what it returns on the worker, unless the request has ended by then. Short
+// work that need not wait runs on the worker itself: handing it to another thread would take longer.
 func (f *Filter) offWorker(what string, waits bool, work func(p passing, ctx context.Context) onWorker) {
 	w := &f.worker
 	if w.waker == nil {
@@ -205,7 +206,7 @@ func (f *Filter) offWorker(what string, waits bool, work func(p passing, ctx con
 		return func() { f.fail(openai.Internal()) }
 	}
 	if !waits && f.resumed == nil && len(f.m.body.data) <= maxOnWorker && !f.s.Passes.Asks() {
-		// Envoy's functions that go on with a request are not for its hooks.
+		// a hook must not call Envoy's functions that go on with a request
 		w.wake(run(latebinding.AtOnce(base)))
 		return
 	}
@@ -239,7 +240,7 @@ func (f *Filter) Destroy() {
 	}
 }
 
-// leave ends the request here. If something still runs for the request, that records the end.
+// leave ends the request here. If a goroutine still runs for the request, it records the end.
 func (f *Filter) leave(o Outcome) {
 	InsuredOf(f).close()
 	if first, busy := f.worker.leave(o); first && !busy {

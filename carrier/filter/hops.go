@@ -17,7 +17,7 @@ import (
 	"tandem/kvstate/enginehttp"
 )
 
-// schemeOf names how an endpoint is spoken to; "": by plain HTTP/1.1. An https engine behind a name gets it as Host, of
+// schemeOf names the protocol of an endpoint; "": plain HTTP/1.1. An https engine behind a name gets it as Host, of
 // which Envoy makes SNI.
 func schemeOf(e *kvstate.Endpoint) string {
 	switch {
@@ -185,7 +185,7 @@ func (f *Filter) sendOn(r *pass.Routed) {
 	if f.head.Extra(names.HeaderExplain) != nil {
 		f.envoy.RemoveHeader(names.HeaderExplain)
 	}
-	if len(b.data) > 0 { // else it has none, or Envoy passes it on unread
+	if len(b.data) > 0 { // otherwise there is no body, or Envoy passes it on unread
 		if b.changed || len(r.Edits) > 0 {
 			f.envoy.ReplaceBody(pieces(b.data, r.Edits)...)
 		}

@@ -49,7 +49,7 @@ type dLeg struct {
 // answering is what the client gets.
 type answering struct {
 	ended bool   // it has the end
-	gone  string // why it ended before its time; "": it did not
+	gone  string // why it ended too early; "": it did not
 	out   []byte // scratch
 
 	above     bool   // the client takes less than it is sent
@@ -82,7 +82,7 @@ const (
 	sendPiece  = 64 << 10 // that is sent at once
 )
 
-// resultMemory is why a stream is insured no more: there is no memory to keep its token ids.
+// resultMemory is the result of a stream that is no longer insured because there is no memory for its token ids.
 const resultMemory = "memory"
 
 // InsuredOf returns the insured answer of a request; nil: it is not insured, or not yet.
@@ -105,7 +105,7 @@ func (in *Insured) start(r *pass.Routed, body []byte) {
 	}
 	f.m.meter.Processed(names.RoleMain)
 	f.drop()
-	f.state = journey.Answering // a failure is the stream's to mend
+	f.state = journey.Answering // if this fails, the stream is continued
 	in.d = dLeg{}
 	in.journey.Asked()
 	if f.s.journeys.AnswerRule(&f.hop.ticket).Cut {
@@ -207,8 +207,8 @@ func (in *Insured) StreamData(id uint64, pieces [][]byte, end bool) {
 	})
 }
 
-// keep keeps what an engine sends while its stream may be continued elsewhere. If that is too much, or if there is no
-// memory for it, the stream must be continued.
+// keep stores what an engine sends while another one may still continue its stream. If there is too much of it, or no
+// memory for it, the other one must continue.
 func (s *spare) keep(in *Insured, pieces [][]byte, end bool) {
 	for _, p := range pieces {
 		s.kept = append(s.kept, p...)
@@ -338,7 +338,7 @@ func (in *Insured) give(data []byte, end bool) {
 	in.f.envoy.Send(data, end) // with its end, Envoy ends the filter before this returns
 }
 
-// tooSlow ends the answer to a client that takes it too slowly: Envoy cannot make D wait.
+// tooSlow ends the answer to a client that reads it too slowly: Envoy cannot make D wait.
 func (in *Insured) tooSlow() {
 	in.f.s.Passes.Observer.Streams.Continued(in.f.hop.ticket.Pool, journey.CauseSlow, journey.CauseSlow)
 	in.stop()
@@ -366,7 +366,7 @@ func (in *Insured) hold() bool {
 	return in.f.s.Memory.Replace(&in.to.held, int64(n+in.journey.Stream.Bytes()))
 }
 
-// AboveWatermark is called when the client takes less than it is sent, BelowWatermark when it has taken that.
+// AboveWatermark is called when the client reads more slowly than it is sent to, BelowWatermark when it has taken that.
 func (in *Insured) AboveWatermark() {
 	if in != nil {
 		in.to.above = true
@@ -410,7 +410,7 @@ func (in *Insured) close() {
 	in.f.s.Memory.Replace(&in.to.held, 0)
 }
 
-// outcome says how the answer ended in Envoy's words, which know only the client's side.
+// outcome completes what Envoy says of the end of the answer: Envoy sees only the client's side.
 func (in *Insured) outcome(o *Outcome) {
 	switch {
 	case in == nil || !in.journey.Begun() || o.ClientGone():

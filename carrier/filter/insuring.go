@@ -24,7 +24,7 @@ func (p passing) insure(d *plan.Decision) {
 		reason = "not_strict"
 	case dialect.Concurrent != nil:
 		reason = "legs_at_once"
-	case dialect.Continue != nil, dialect.Turns != nil:
+	case dialect.Continue != nil:
 		reason = "rewritten"
 	}
 	if reason != "" {

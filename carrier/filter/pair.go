@@ -22,8 +22,8 @@ import (
 
 // pair is a request both of whose legs are under way: P's is a call, D's the request itself. What follows from what
 // happens to them is [journey.Pair]'s; here it is carried out. D's good answer waits for P in a filter behind Envoy's
-// router ([Answers]): in front of it, an answer that breaks off while it waits would be an error that nobody can take
-// back. All of it runs on the worker, except where a comment says otherwise.
+// router ([Answers]): if it waited in front of the router and broke off, the client would get an error. All of it runs
+// on the worker, except where a comment says otherwise.
 type pair struct {
 	f          *Filter
 	journey    *journey.Pair
@@ -33,7 +33,7 @@ type pair struct {
 	edits      openai.Edits // make D's body of P's
 	undo       openai.Edits // make the client's body of D's
 	keeps      bool         // P's leg goes on without the request: D frees its blocks only when P has sent
-	keptBytes  int64        // of the budget, for P's body; whoever sends it
+	keptBytes  int64        // of the budget, for P's body, whether the request sends it or a detached call
 	abandoned  atomic.Bool  // nobody waits for P any more
 	ended      bool         // P's leg has
 	joined     []byte       // the part of P's answer that belongs into the client's; nil: none
@@ -120,11 +120,11 @@ func (p *pair) send() {
 	t := &f.hop.ticket
 	t.Undo, t.BodyBytes = p.undo, p.edits.Len(len(f.m.body.data))
 	sent := *r
-	p.routed, p.edits = pass.Routed{}, nil // they have memory of the pass's, which is given back
+	p.routed, p.edits = pass.Routed{}, nil // they refer to memory of the pass, which is given back
 	f.sendOn(&sent)
 }
 
-// called is told how P's call has ended.
+// called is called when P's call has ended.
 func (p *pair) called(a *prefilled) {
 	if a.Overdue {
 		p.overdue()
@@ -250,8 +250,8 @@ var waiting sync.Map
 // Continuer is an answer that waits.
 type Continuer interface{ ContinueAnswer() }
 
-// Answers is called behind Envoy's router when the D of a pair answers. A good answer waits there for P: of one that
-// breaks off meanwhile the router has seen nothing, so the request is planned again.
+// Answers is called behind Envoy's router when the D of a pair answers. A good answer waits there for P. If it breaks
+// off meanwhile, the router has not seen it, so the request is planned again.
 func Answers(key string, status int, answer Continuer) Status {
 	p, ok := waiting.Load(key)
 	if !ok || status != http.StatusOK && status != http.StatusPartialContent {
@@ -295,8 +295,8 @@ func (p *pair) close() {
 	}
 }
 
-// A leg of P's that goes on without the request: how often it is sent, and how long after a try that failed. D waits
-// for these very blocks.
+// How often P's leg is sent if it goes on without the request, and the pause after a failed try. D waits for these very
+// blocks.
 const (
 	keptTries = 3
 	keptPause = 50 * time.Millisecond

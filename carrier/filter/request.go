@@ -49,8 +49,8 @@ func (h *head) Extra(name string) []byte {
 	return nil
 }
 
-// twice returns a header that must have one value and has several; "": there is none. more are headers that settings
-// name.
+// twice returns the first header that has several values and may have only one; "": there is none. more are such
+// headers that the settings name.
 func (h *head) twice(more []string) string {
 	for i, at := range h.list {
 		name := h.memory[at.name:at.value]
@@ -70,7 +70,7 @@ func (h *head) twice(more []string) string {
 // sameHeader reports whether two names are of one header.
 func sameHeader(a, b []byte) bool { return bytes.Equal(a, b) || bytes.Equal(primary(a), primary(b)) }
 
-// primary returns the name by which a header with two names goes.
+// primary returns the first of the two names that some headers have, and any other name as it is.
 func primary(name []byte) []byte {
 	switch string(name) {
 	case names.HeaderGatewayObjective:
@@ -110,16 +110,14 @@ func (f *Filter) identify() {
 	p := &f.m.pass
 	sent := f.head.get(names.HeaderRequestID)
 	path, _ := paths.WithoutPrefix(f.s.PathPrefixes, f.head.Extra(":path"))
-	if p.ID = sent; f.resumed != nil { // the leg may have had others
+	if f.resumed != nil { // the leg may have had others
 		p.ID, p.ReservedAs = f.resumed.id, f.resumed.reservedAs
 		if t := &f.resumed.ticket; t.Path != "" {
 			path = []byte(t.Path)
 		}
 	} else { // clients may send an id many times
 		p.ReservedAs = strconv.FormatUint(rand.Uint64(), 36) + strconv.FormatUint(rand.Uint64(), 36)
-		if !openai.RequestID(p.ID) {
-			p.ID = openai.NewRequestID(rand.Uint64(), rand.Uint64())
-		}
+		p.ID, _ = pass.Name(sent)
 	}
 	if p.ID != sent {
 		f.envoy.SetHeader(names.HeaderRequestID, p.ID)
@@ -138,37 +136,21 @@ func (f *Filter) admit(bodyless bool) (reads bool, err error) {
 	if f.resumed != nil {
 		return true, nil
 	}
-	if f.head.Extra("upgrade") != nil {
-		return false, openai.NoUpgrade()
-	}
-	length, _ := strconv.Atoi(f.head.get("content-length"))
-	large := length > f.limit()
-	switch passes.API(h) {
-	case openai.Models:
-		return false, nil
-	case openai.PassThrough:
-		if !passes.Serves(string(h.Method), string(h.Path)) {
-			return false, openai.NotServed()
-		}
-		if bodyless {
-			return false, nil
-		}
-		if reads = readsOther(string(h.ContentType), len(passes.State.Pools())); reads && large {
-			return false, openai.TooLarge(f.limit())
-		}
-		return reads, openai.CheckOther(string(h.ContentType), string(h.ContentEncoding), reads)
-	}
-	if err := openai.CheckHeaders(string(h.ContentType), string(h.ContentEncoding)); err != nil {
-		return false, err
+	a := pass.Arrival{
+		Upgrade: f.head.Extra("upgrade") != nil, Ended: bodyless, Length: f.head.Extra("content-length"),
+		Reads: readsOther(string(h.ContentType), len(passes.State.Pools())),
 	}
 	if len(h.Path) > maxPath {
-		return false, openai.HeadersTooLarge(http.StatusRequestURITooLong, "uri_too_long",
+		a.Unfit = openai.HeadersTooLarge(http.StatusRequestURITooLong, "uri_too_long",
 			"the path and query of the request are too long")
 	}
-	if bodyless || f.head.get("content-length") == "0" {
-		return false, openai.NoBody()
+	switch api, err := passes.Admit(h, a); {
+	case err != nil:
+		return false, err
+	case api == openai.Models, api == openai.PassThrough && (bodyless || !a.Reads):
+		return false, nil
 	}
-	if large {
+	if length, _ := strconv.Atoi(string(a.Length)); length > f.limit() {
 		return false, openai.TooLarge(f.limit())
 	}
 	return true, nil

@@ -24,7 +24,6 @@ type rewrite struct {
 	piece  []byte // scratch
 	out    []byte // scratch
 	held   int64  // of the budget of all requests, bytes
-	ids    int64  // likewise, for token ids
 }
 
 // answers lets D's answer go on to the client, rewritten if its ticket says so. end: it has no body.
@@ -61,10 +60,7 @@ func answers(f *Filter, o *Outcome, end bool) Status {
 // rewriter returns how to rewrite an answer with a status; nil: it stays.
 func (r *rewrite) rewriter(status int) openai.Rewriter {
 	f := r.f
-	how := journey.Rewriting{
-		RequestID: f.id, Status: status, Inside: true,
-		Room: func(n int) bool { return f.s.Memory.Replace(&r.ids, int64(n)) },
-	}
+	how := journey.Rewriting{Status: status, Inside: true}
 	if p := f.hop.pair; p != nil && p.joined != nil {
 		how.Joined = func() ([]byte, bool) { return p.joined, true }
 	}
@@ -165,5 +161,4 @@ func (r *rewrite) refuse(e *openai.Error) {
 // close gives the memory of an answer back.
 func (r *rewrite) close() {
 	r.f.s.Memory.Replace(&r.held, 0)
-	r.f.s.Memory.Replace(&r.ids, 0)
 }

@@ -65,8 +65,6 @@ func TestRewrittenAnswers(t *testing.T) {
 		"cached tokens and expiry, a stream": {expiring, stream, "data: {\"choices\": []}\n\ndata: {\"choices\":[]," + secret + "}\n\n" +
 			"data: {" + usage + "}\n\n", "data: {\"choices\": []}\n\ndata: {\"choices\":[]}\n\n" +
 			"data: {\"usage\":{\"prompt_tokens\":12,\"prompt_tokens_details\":{\"cached_tokens\":5}}}\n\n"},
-		"both ways": {nixl(kvtransfer.Options{Bidirectional: true}), chat, `{"choices":[],` + secret + `}`,
-			`{"choices":[],"kv_transfer_params":null}`},
 		"expiry": {nixl(kvtransfer.Options{Clocks: engineClock{}}), chat, `{"choices":[],` + secret + `}`,
 			`{"choices":[],"kv_transfer_params":null}`},
 		"expiry, a stream": {nixl(kvtransfer.Options{Clocks: engineClock{}}), stream,

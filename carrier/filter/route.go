@@ -39,15 +39,15 @@ type Route struct {
 }
 
 // A dynamic forward proxy looks an endpoint up with the first call to it, and Envoy's client breaks a call off that has
-// a body and has to wait for that (1.40, async_client_impl.cc). So a call without a body goes before one to an endpoint
-// that it may have forgotten: it keeps one for 5 minutes after its last use.
+// a body and has to wait for that (1.40, async_client_impl.cc). So a call without a body goes first to an endpoint that
+// the proxy may have forgotten: it remembers one for 5 minutes after its last use.
 const (
 	knownFor    = 4 * time.Minute
 	firstLimit  = 5 * time.Second
 	mostReached = 4096
 )
 
-// reach runs then, which calls an endpoint, as soon as a call with a body can be made.
+// reach runs then, which makes a call with a body to an endpoint, as soon as Envoy can make one.
 func (f *Filter) reach(e *kvstate.Endpoint, then func()) {
 	r := f.route
 	if r == nil || !r.Strict {

@@ -24,7 +24,7 @@ type Shared struct {
 	Started      time.Time        // of the replica
 	Tracer       telemetry.Tracer // nil: no traces
 
-	refusal  *openai.Error // of every request, and nothing else is set; nil: they are served
+	refusal  *openai.Error // what every request gets, and no other field is set; nil: requests are served
 	journeys *journey.Shared
 	scratch  sync.Pool // of *scratch
 
@@ -84,7 +84,8 @@ func (s *Shared) hold(m *scratch, n int) bool {
 	return s.Memory.Replace(&m.body.held, int64(n))
 }
 
-// attempt is a request that begins again after its hop to D failed. It has what a sealed ticket carries beside Envoy.
+// attempt is a request that begins again after its hop to D failed. It has what a sealed ticket carries where Tandem
+// runs beside Envoy.
 type attempt struct {
 	ticket     kvtransfer.Ticket
 	id         string // of the client's request

@@ -35,7 +35,7 @@ func (w *worker) wake(do onWorker) bool {
 	return w.add(do)
 }
 
-// add is wake for who has the lock.
+// add is wake for a caller that has the lock.
 func (w *worker) add(do onWorker) bool {
 	if w.outcome != nil {
 		return false
@@ -68,7 +68,7 @@ func (w *worker) begins(cancel context.CancelFunc) {
 }
 
 // ends records that the pass is over, and wakes the worker for what it has returned. false: the request has ended
-// meanwhile, and whoever runs the pass records its end.
+// meanwhile, and the goroutine of the pass records its end.
 func (w *worker) ends(then onWorker) bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()

@@ -88,8 +88,8 @@ func (a *admin) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	index(w, running, refused)
 }
 
-// shown are the replicas by the names that they have in paths, and what is wrong, one sentence for each configuration
-// or route.
+// shown returns the replicas by their names in paths, and a sentence for each configuration or route that has a
+// problem.
 func (a *All) shown() (map[string]*running, []string) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -146,10 +146,10 @@ func index(w http.ResponseWriter, running map[string]*running, refused []string)
 	_, _ = w.Write([]byte(b.String()))
 }
 
-// replicaLabel says whose a metric is.
+// replicaLabel is the label that names a metric's replica.
 const replicaLabel = "replica_name"
 
-// gatherAll has the metrics of all replicas, with their names. Those of the process are there once.
+// gatherAll has the metrics of all replicas, with their names. Metrics of the process appear once.
 func gatherAll(running map[string]*running, refused []string) ([]*dto.MetricFamily, error) {
 	families := map[string]*dto.MetricFamily{}
 	for _, name := range slices.Sorted(maps.Keys(running)) {

@@ -68,7 +68,8 @@ type Configured struct {
 
 	uses     *running // nil: it has none. Guarded by all.mu
 	requests atomic.Pointer[filter.Shared]
-	// why requests are refused, or, if they are not, why a change of it does not count; nil: it is in force
+	// why requests are refused or, if they are served, why a change of the configuration has no effect; nil: it is in
+	// force
 	refused atomic.Pointer[string]
 	stop    chan struct{} // closed by Close
 }
@@ -102,7 +103,7 @@ func (a *All) Open(text []byte) (*Configured, error) {
 	return c, nil
 }
 
-// refuse has requests refused, or the configuration before stay in force. A file may be mended while Envoy runs.
+// refuse has requests refused, unless the previous configuration stays in force. A file may be mended while Envoy runs.
 func (c *Configured) refuse(err error) {
 	why := err.Error()
 	c.refused.Store(&why)
@@ -195,7 +196,7 @@ func (a *All) replicaOf(c *Configured) (*running, error) {
 		}
 		return old, nil
 	}
-	fresh, err := a.startOne(c, key) // the one before ends with the requests that it has
+	fresh, err := a.startOne(c, key) // the previous one ends with its last request
 	if err != nil {
 		return old, err
 	}
@@ -259,16 +260,16 @@ func (c *Configured) Close() {
 	}
 }
 
-// moreProcessors gives Go as many processors more as the machine has: so many workers has Envoy by default. A worker
-// keeps the one with which it called Go until the monitor thread, which naps (hooks.c), takes it away: goroutines must
-// not wait for that. GOMAXPROCS still rules.
+// moreProcessors gives Go one more processor for each of the machine's, because Envoy has that many workers by default.
+// A worker keeps the one with which it called Go until the monitor thread, which naps (hooks.c), takes it away:
+// goroutines must not wait for that. GOMAXPROCS still rules.
 var moreProcessors = sync.OnceFunc(func() {
 	if os.Getenv("GOMAXPROCS") == "" {
 		runtime.GOMAXPROCS(runtime.GOMAXPROCS(0) + runtime.NumCPU())
 	}
 })
 
-// tuneGC lasts as long as Envoy does: whatever replica comes first, all share the heap.
+// tuneGC is done once for the process: all replicas share the heap.
 var tuneGC = sync.OnceFunc(func() { go replica.TuneGC(context.Background()) })
 
 // logTo returns a log to Envoy's stderr.

@@ -70,8 +70,8 @@ func ReadOperator(file string) (o Operator, err error) {
 	return o, nil
 }
 
-// mayRead refuses a file that a policy names, unless it lies in the folder for that. Links count as what they name: a
-// ConfigMap in a volume is one.
+// mayRead refuses a file that a policy names, unless it lies in the folder for that. Symbolic links are followed: files
+// of a ConfigMap are links.
 func (o *Operator) mayRead(file string) error {
 	inside, err := filepath.Rel(o.Files, filepath.Clean(file))
 	if err != nil || !filepath.IsLocal(inside) || !filepath.IsAbs(file) || strings.HasPrefix(inside, "..") {

@@ -18,7 +18,7 @@ type Counter struct {
 
 	reader      *reader.Reader // nil: the answer is not counted
 	said        ended.Usage
-	first, last time.Time // when bytes were given; zero: none were, or Envoy's hooks know
+	first, last time.Time // when bytes went to the client past Envoy's hooks; zero: none did
 }
 
 // Begin begins to count an answer, and reports whether the answer may have a count of tokens. Counts of an earlier
@@ -64,7 +64,7 @@ func (c *Counter) Read(part []byte, set func(namespace, key string, n float64)) 
 	c.said = said
 }
 
-// Give is Read for a part that goes to the client now, past Envoy's hooks.
+// Give is Read for a part that goes to the client now without passing Envoy's hooks.
 func (c *Counter) Give(part []byte, set func(namespace, key string, n float64)) {
 	if len(part) == 0 {
 		return
@@ -75,8 +75,8 @@ func (c *Counter) Give(part []byte, set func(namespace, key string, n float64)) 
 	c.Read(part, set)
 }
 
-// Used returns what the answer said and when it was given, in times from began. first and last are what Envoy's hooks
-// know of that; zero: nothing.
+// Used returns what the answer said and when it was given, in times from began. first and last are those times as
+// Envoy's hooks saw them; zero: they saw none.
 func (c *Counter) Used(began, first, last time.Time) ended.Usage {
 	u := c.said
 	if first.IsZero() {

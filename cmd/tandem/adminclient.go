@@ -42,7 +42,7 @@ func (a *adminClient) register(c *cobra.Command) {
 	c.PreRunE = func(c *cobra.Command, _ []string) error { return a.settle(c) }
 }
 
-// settle takes values that no flag sets from the configuration.
+// settle takes from the configuration what no flag has set.
 func (a *adminClient) settle(c *cobra.Command) error {
 	if a.output != "table" && a.output != "json" {
 		return fmt.Errorf("--output: %q is not table or json", a.output)

@@ -107,7 +107,7 @@ func (m *measuring) measure(ctx context.Context, progress io.Writer) (*profile.P
 	p.Model = m.model
 	m.memory(ctx, p)
 	end := time.Now().Add(m.within)
-	if _, err := m.ask(ctx, unknown(64), 2); err != nil { // what is loaded with the first request
+	if _, err := m.ask(ctx, unknown(64), 2); err != nil { // the first request loads what later ones need
 		return nil, err
 	}
 	if err := m.prompts(ctx, end.Add(-m.within/2), p, progress); err != nil {
@@ -234,8 +234,8 @@ type answered []time.Duration
 // batchTokens is how many tokens an answer in a batch has.
 const batchTokens = 64
 
-// batch measures the steps of so many answers that run at once. Their prompts are cached before, so that nothing but
-// answers runs then. ok is false if they did not run at once for long enough.
+// batch measures the engine's steps while a number of answers run at once. Their prompts are cached before, so that
+// nothing but answers runs then. ok is false if they did not run at once for long enough.
 func (m *measuring) batch(ctx context.Context, answers, prompt int) (s profile.Step, ok bool, err error) {
 	prompts := make([][]int, answers)
 	for i := range prompts {

@@ -61,7 +61,7 @@ func newServe() *cobra.Command {
 	return c
 }
 
-// defaultFile is the configuration that commands take if none is named.
+// defaultFile is the configuration file if none is named.
 const defaultFile = "tandem.yaml"
 
 // fileFlag adds -f.

@@ -7,8 +7,8 @@
 // reference: the model is small and random, but its greedy text depends on every token of the prompt, so lost, stale
 // or foreign KV changes the text. The engines' own metrics show whether P/D took place at all.
 //
-// Five more runs have engines of their own: NIXL in both directions (TestRealTurns); NIXL push and Mooncake, whose
-// legs run at once (TestRealPairs; mooncake.sh); ExampleConnector, and MultiConnector of NIXL and it (TestRealStores).
+// More runs have engines of their own, for example NIXL push and Mooncake, whose legs run at once (TestRealPairs;
+// mooncake.sh), ExampleConnector, and MultiConnector of NIXL and it (TestRealStores).
 // TestRealInsured has Tandem inside Envoy, and kills an engine at its end: it runs only if TANDEM_LIBRARY is set.
 //
 // It needs the build tag vllm, bin/tandem, and an Envoy ($ENVOY, PATH, or .tools/bin/envoy): make e2e-vllm. Like all

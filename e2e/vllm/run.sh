@@ -10,7 +10,6 @@
 #                           TestRealPairs. Mooncake listens on all addresses, so run it in a network namespace of its own
 #                           (mooncake.sh), with mooncake-transfer-engine-non-cuda in PYTHONPATH
 #                           ExampleConnector or MultiConnector (NixlConnector and ExampleConnector): go test -run TestRealStores
-#              BIDIRECTIONAL  not empty: the engines hand KV over both ways, and keep answers for 40 s; go test -run TestRealTurns
 #              RANKS        data-parallel ranks behind the port of each prefill and decode engine, which then publish KV events 3000
 #                           above their ports (replay: 4000), rank by rank; go test -run TestRealRanks
 #              BOTH         not empty: each engine computes prompts and answers (kv_both), with KV memory for two long prompts;

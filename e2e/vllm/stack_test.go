@@ -66,7 +66,7 @@ func (s *stack) pool() string {
   split: always
   decodeAlone: fallback
 %s  endpoints:
-`, dialect(), turnsConfig()+membersConfig()+eventsConfig())
+`, dialect(), membersConfig()+eventsConfig())
 	for i, e := range s.prefill {
 		fmt.Fprintf(&b, "  - {address: %q, role: prefill%s%s}\n", s.prefillDoors.before(i, e), bootstrap(e), ranks(e))
 	}
@@ -74,14 +74,6 @@ func (s *stack) pool() string {
 		fmt.Fprintf(&b, "  - {address: %q, role: decode%s}\n", s.decodeDoors.before(i, e), ranks(e))
 	}
 	return b.String()
-}
-
-// turnsConfig returns the settings of a pool whose engines keep answers. They keep them for longer (run.sh).
-func turnsConfig() string {
-	if !bidirectional() {
-		return ""
-	}
-	return "  session: {header: x-session}\n  nixl: {bidirectional: true, reuseTokenIds: true, turnTtl: 30s}\n"
 }
 
 // membersConfig returns the settings of a pool of MultiConnector engines, as run.sh starts them.

@@ -45,9 +45,6 @@ func TestRealVLLM(t *testing.T) {
 	if dialect() != "nixl" {
 		t.Skip("engines of another dialect: TestRealPairs, TestRealStores")
 	}
-	if bidirectional() {
-		t.Skip("engines that keep answers: TestRealTurns")
-	}
 	if os.Getenv("TANDEM_VLLM_RANKS") != "" {
 		t.Skip("engines with ranks: TestRealRanks")
 	}

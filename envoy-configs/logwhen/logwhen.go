@@ -21,7 +21,7 @@ func Or(filters ...*accesslogv3.AccessLogFilter) *accesslogv3.AccessLogFilter {
 	}}
 }
 
-// Flagged holds where Envoy set one of these response flags; without any, where it set one at all.
+// Flagged holds where Envoy set one of these response flags or, if none is given, any flag.
 func Flagged(flags ...string) *accesslogv3.AccessLogFilter {
 	return &accesslogv3.AccessLogFilter{FilterSpecifier: &accesslogv3.AccessLogFilter_ResponseFlagFilter{
 		ResponseFlagFilter: &accesslogv3.ResponseFlagFilter{Flags: flags},
@@ -40,8 +40,8 @@ func StatusFrom(status uint32, key string) *accesslogv3.AccessLogFilter {
 	return Status(accesslogv3.ComparisonFilter_GE, status, key)
 }
 
-// Status compares the answer's status; Envoy demands the name of a runtime key that could change the value; it is never
-// set.
+// Status compares the answer's status; Envoy requires the name of a runtime key that could change the value; nothing
+// ever sets that key.
 func Status(op accesslogv3.ComparisonFilter_Op, status uint32, key string) *accesslogv3.AccessLogFilter {
 	return &accesslogv3.AccessLogFilter{FilterSpecifier: &accesslogv3.AccessLogFilter_StatusCodeFilter{
 		StatusCodeFilter: &accesslogv3.StatusCodeFilter{Comparison: &accesslogv3.ComparisonFilter{

@@ -11,12 +11,12 @@ func Text(text string) *matcherv3.StringMatcher {
 	return &matcherv3.StringMatcher{MatchPattern: &matcherv3.StringMatcher_Exact{Exact: text}}
 }
 
-// Prefix holds for what begins so.
+// Prefix holds for texts with that prefix.
 func Prefix(prefix string) *matcherv3.StringMatcher {
 	return &matcherv3.StringMatcher{MatchPattern: &matcherv3.StringMatcher_Prefix{Prefix: prefix}}
 }
 
-// Regex holds for what an RE2 expression matches whole.
+// Regex holds for texts that an RE2 expression matches as a whole.
 func Regex(regex string) *matcherv3.StringMatcher {
 	return &matcherv3.StringMatcher{MatchPattern: &matcherv3.StringMatcher_SafeRegex{SafeRegex: &matcherv3.RegexMatcher{
 		EngineType: &matcherv3.RegexMatcher_GoogleRe2{GoogleRe2: &matcherv3.RegexMatcher_GoogleRE2{}}, Regex: regex,
@@ -35,7 +35,7 @@ func All(ps ...*Predicate) *Predicate {
 	}}
 }
 
-// Any is true if one is; at least two.
+// Any holds where one of at least two predicates holds.
 func Any(ps ...*Predicate) *Predicate {
 	return &Predicate{MatchType: &matcherv3.Matcher_MatcherList_Predicate_OrMatcher{
 		OrMatcher: &matcherv3.Matcher_MatcherList_Predicate_PredicateList{Predicate: ps},

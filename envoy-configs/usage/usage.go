@@ -1,5 +1,5 @@
 // Package usage has Envoy report times of answers in its access log, beside the tokens that lua/usage.lua reads
-// (docs/adr/0067). Names are those that extproc/envoywire reads.
+// (docs/adr/0067). extproc/envoywire reads them by the same names.
 package usage
 
 import tracingv3 "github.com/envoyproxy/go-control-plane/envoy/type/tracing/v3"

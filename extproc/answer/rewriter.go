@@ -3,7 +3,6 @@
 //
 //   - [Rewriter] and [Joined] say how D's answer is rewritten, from its ticket (rewriter.go).
 //   - [Replacer] restores the model name that the client asked for (replacer.go).
-//   - [WriteTurn] and [ReadTurn] are what is stored of D's answer for the conversation's next turn (turn.go).
 //
 // Package openai edits the bodies; package extproc has the handlers.
 package answer
@@ -31,7 +30,7 @@ func Rewriter(t *kvtransfer.Ticket) (openai.Rewriter, error) {
 	return nil, nil
 }
 
-// TooLarge is the error for an answer that would have to be rewritten, and has more than limit bytes.
+// TooLarge is the error for an answer that must be rewritten but has more than limit bytes.
 func TooLarge(limit int) *openai.Error {
 	return openai.Unavailable("answer_too_large",
 		fmt.Sprintf("an answer of more than %d bytes cannot be rewritten", limit), 0)
@@ -40,22 +39,6 @@ func TooLarge(limit int) *openai.Error {
 // Cached returns the rewriter that reports P's cached tokens.
 func Cached(t *kvtransfer.Ticket) openai.Rewriter {
 	return openai.CachedTokens{N: t.Cached - 1, Written: t.Written - 1}
-}
-
-// Conversation returns the rewriter that removes the description of D's blocks from its answer. If the ticket names a
-// conversation, kept and room are as [openai.TurnAnswer] has them: what D keeps is for the conversation's next turn.
-func Conversation(
-	t *kvtransfer.Ticket, kept func(params []byte, ids []uint32), room func(bytes int) bool,
-) openai.Rewriter {
-	named := t.Turn.Conversation != [16]byte{}
-	a := &openai.TurnAnswer{OwnIDs: t.Turn.OwnIDs || !named}
-	if named {
-		a.Kept, a.Room = kept, room
-	}
-	if t.Cached > 0 {
-		return openai.Both{First: a, Second: Cached(t)}
-	}
-	return a
 }
 
 // Joined inserts P's answer into D's when the legs run concurrently. The replica that serves P's leg stores P's answer

@@ -23,7 +23,7 @@ func NewStream(by openai.Rewriter) *Stream {
 }
 
 // Append appends to dst what the client gets for the next piece of the answer. end marks the last one. An incomplete
-// event waits for its end. The error is that of an event that is too long.
+// event waits for its end. It returns an error if an event is too long.
 func (s *Stream) Append(dst, piece []byte, end bool) ([]byte, error) {
 	s.out = dst
 	if !s.begun && len(piece) > 0 {
@@ -51,7 +51,7 @@ func Marks() []string { return []string{`_tokens"`, `kv_transfer_params"`} }
 // Marked reports whether a rewriter changes no event without one of the [Marks].
 func Marked(by openai.Rewriter) bool {
 	switch by := by.(type) {
-	case openai.CachedTokens, *CutParams:
+	case openai.CachedTokens, openai.CutParams:
 		return true
 	case openai.Both:
 		return Marked(by.First) && Marked(by.Second)

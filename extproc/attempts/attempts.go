@@ -1,6 +1,6 @@
 // Package attempts is where the streams of one attempt of a request meet. Envoy asks about each hop in a stream of its
 // own, and its log and its second tries come on further ones, in any order, and perhaps at another replica. What one of
-// them has to tell another is kept by the id of the attempt's ticket.
+// them reports for another is kept by the id of the attempt's ticket.
 package attempts
 
 import (
@@ -10,7 +10,7 @@ import (
 	"tandem/extproc/kvtransfer"
 )
 
-// Table has a T for each attempt of which a stream has told something: as long as a stream uses it, and for a while
+// Table has a T for each attempt that a stream uses or has reported on: as long as a stream uses it, and for a while
 // after. Their number is bounded. The zero value is ready to use, and safe for concurrent use.
 type Table[T any] struct {
 	mu   sync.Mutex
@@ -28,15 +28,15 @@ type idle struct {
 	since time.Time
 }
 
-// How long, and how many, attempts are remembered that no stream uses: what is told of one hop may be told before the
-// stream that asks for it has begun, and reports of other replicas' attempts arrive too.
+// How long, and how many, attempts are remembered that no stream uses: a report on one hop may come before the
+// stream that asks for it, and reports on other replicas' attempts arrive too.
 const (
 	keptFor = 10 * time.Second
 	maxIdle = 1 << 16
 )
 
 // Enter returns what is known of an attempt, for a stream that uses it; [Table.Leave] must follow. fresh makes what is
-// known at first. The T is guarded by whatever it has itself, or by [Table.Tell].
+// known at first. The T has its own lock, or is changed only by [Table.Update].
 func (t *Table[T]) Enter(id kvtransfer.ID, fresh func() *T) *T {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -55,8 +55,8 @@ func (t *Table[T]) Leave(id kvtransfer.ID) {
 	}
 }
 
-// Tell changes what is known of an attempt. Only one Tell of a table runs at a time.
-func (t *Table[T]) Tell(id kvtransfer.ID, fresh func() *T, change func(*T)) {
+// Update changes what is known of an attempt. Only one update of a table runs at a time.
+func (t *Table[T]) Update(id kvtransfer.ID, fresh func() *T, change func(*T)) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	e := t.at(id, fresh)
@@ -64,8 +64,8 @@ func (t *Table[T]) Tell(id kvtransfer.ID, fresh func() *T, change func(*T)) {
 	t.rest(id, e)
 }
 
-// TellUser is Tell for an attempt that a stream uses; of any other nothing is kept.
-func (t *Table[T]) TellUser(id kvtransfer.ID, change func(*T)) {
+// UpdateUsed is Update for an attempt that a stream uses; of any other nothing is kept.
+func (t *Table[T]) UpdateUsed(id kvtransfer.ID, change func(*T)) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if e := t.live[id]; e != nil {
@@ -93,7 +93,7 @@ func (t *Table[T]) at(id kvtransfer.ID, fresh func() *T) *entry[T] {
 	return e
 }
 
-// rest records that no stream uses an attempt now, and forgets those that none has used for long. The caller holds the
+// rest records that no stream uses an attempt now, and forgets attempts that have not been used for long. The caller holds the
 // lock.
 func (t *Table[T]) rest(id kvtransfer.ID, e *entry[T]) {
 	if e.streams > 0 {

@@ -19,20 +19,20 @@ func TestAttemptsAreForgotten(t *testing.T) {
 		id := func(n int) kvtransfer.ID { return kvtransfer.ID{byte(n), byte(n >> 8), byte(n >> 16)} }
 		one := func(n *int) { *n = 1 }
 		for i := range maxIdle + 1000 {
-			table.Tell(id(i), fresh, one)
+			table.Update(id(i), fresh, one)
 		}
 		require.LessOrEqual(t, table.Len(), maxIdle)
 		time.Sleep(keptFor + time.Second)
 		used := table.Enter(id(7), fresh)
-		table.Tell(id(7), fresh, one)
-		table.Tell(id(1<<20), fresh, one)
+		table.Update(id(7), fresh, one)
+		table.Update(id(1<<20), fresh, one)
 		require.Equal(t, 2, table.Len())
 		require.Equal(t, 1, *used)
 		table.Leave(id(7))
 		time.Sleep(keptFor + time.Second)
-		table.Tell(id(1<<21), fresh, one)
+		table.Update(id(1<<21), fresh, one)
 		require.Equal(t, 1, table.Len())
-		table.TellUser(id(1<<22), func(*int) { require.Fail(t, "nobody uses it") })
+		table.UpdateUsed(id(1<<22), func(*int) { require.Fail(t, "nobody uses it") })
 		require.Equal(t, 1, table.Len())
 	})
 }

@@ -2,27 +2,27 @@ package attempts
 
 import "sync"
 
-// First is something that several streams may tell: the first one is believed. Make it with [NewFirst]; it is safe for
+// First is a value that several streams may set, of which the first one counts. Make it with [NewFirst]; it is safe for
 // concurrent use.
 type First[T any] struct {
 	once  sync.Once
-	told  chan struct{}
+	done  chan struct{}
 	value T
 }
 
-// NewFirst returns a First that nobody has told yet.
-func NewFirst[T any]() *First[T] { return &First[T]{told: make(chan struct{})} }
+// NewFirst returns a First that is not set.
+func NewFirst[T any]() *First[T] { return &First[T]{done: make(chan struct{})} }
 
-// Tell tells the value, unless one is told.
-func (f *First[T]) Tell(value T) {
+// Set sets the value, unless it is set.
+func (f *First[T]) Set(value T) {
 	f.once.Do(func() {
 		f.value = value
-		close(f.told)
+		close(f.done)
 	})
 }
 
-// Told is closed when the value is told.
-func (f *First[T]) Told() <-chan struct{} { return f.told }
+// Done is closed when the value is set.
+func (f *First[T]) Done() <-chan struct{} { return f.done }
 
-// Value returns the value, once it is told.
+// Value returns the value. Call it after [First.Done].
 func (f *First[T]) Value() T { return f.value }

@@ -51,10 +51,10 @@ func (ps *Pairs) Leave(id kvtransfer.ID) { ps.attempts.Leave(id) }
 
 // Report sets the verdict on P's leg. The first one counts.
 func (ps *Pairs) Report(id kvtransfer.ID, v Outcome) {
-	ps.attempts.Tell(id, newPair, func(p *Pair) { p.Verdict.Tell(v) })
+	ps.attempts.Update(id, newPair, func(p *Pair) { p.Verdict.Set(v) })
 }
 
 // GiveUp records that nobody waits for P's leg any more, which may not have begun.
 func (ps *Pairs) GiveUp(id kvtransfer.ID) {
-	ps.attempts.Tell(id, newPair, func(p *Pair) { p.Over.Tell(struct{}{}) })
+	ps.attempts.Update(id, newPair, func(p *Pair) { p.Over.Set(struct{}{}) })
 }

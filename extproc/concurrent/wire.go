@@ -8,8 +8,8 @@ import (
 	"tandem/extproc/openai"
 )
 
-// DecodeEdits returns the edits that turn P's body, of so many bytes, into D's: they undo the changes made for P, and
-// replace P's members by D's, unless they are meant for both.
+// DecodeEdits returns the edits that turn P's body, which must have that many bytes, into D's: they undo the changes
+// made for P, and replace P's members by D's, unless they are meant for both.
 func DecodeEdits(t *kvtransfer.Ticket, bytes int) (openai.Edits, error) {
 	if bytes != t.BodyBytes {
 		return nil, fmt.Errorf("the body of a decode leg has %d bytes, %d were sent", bytes, t.BodyBytes)
@@ -28,8 +28,8 @@ func DecodeEdits(t *kvtransfer.Ticket, bytes int) (openai.Edits, error) {
 	return edits, nil
 }
 
-// DecodeUndo returns the edits that make the client's body of D's, which [DecodeEdits] has made; t is the ticket before
-// that.
+// DecodeUndo returns the edits that turn D's body, which [DecodeEdits] has made, into the client's; t is the ticket of
+// P's body.
 func DecodeUndo(t *kvtransfer.Ticket) openai.Edits {
 	if t.Params == nil {
 		return t.Undo[:1] // P's first members are in it

@@ -25,7 +25,8 @@ import (
 	"tandem/kvstate"
 )
 
-// Options are the options of a Core, and of who serves it. Zero durations and sizes mean the defaults named.
+// Options are the options of a Core, and of the transport that serves it. Zero durations and sizes mean the defaults
+// named.
 type Options struct {
 	State    *kvstate.State
 	Log      *slog.Logger
@@ -183,10 +184,10 @@ func (c *Core) Settings() pass.Settings { return c.Passes.Settings() }
 // Queued returns how many requests for a pool wait at this replica.
 func (c *Core) Queued(pool string) latebinding.Status { return c.Passes.Queued(pool) }
 
-// Explain returns where a request with so many uncached prompt tokens would be placed in a pool now.
+// Explain returns where a request would be placed in a pool now, if that many tokens of its prompt are not cached.
 func (c *Core) Explain(pool string, promptTokens int64) (pass.Explanation, error) {
 	return c.Passes.Explain(pool, promptTokens)
 }
 
-// shortOfMemory reports whether so much of the memory for bodies is in use that no request should wait with its body.
+// shortOfMemory reports whether too much of the memory for bodies is in use for a request to wait with its body.
 func (c *Core) shortOfMemory() bool { return c.Memory.Load() > c.Memory.Limit()/4*3 }

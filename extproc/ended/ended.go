@@ -1,5 +1,5 @@
-// Package ended is how a request ended, whoever reads it: Envoy's access log tells it beside Envoy, the filter inside
-// Envoy sees it. What follows from the end (metrics, usage, faults, what decisions learn) reads nothing else.
+// Package ended describes how a request ended, for both transports: beside Envoy the access log reports it, inside
+// Envoy the filter sees it. Metrics, usage, faults and what decisions learn are made from it alone.
 package ended
 
 import (
@@ -34,15 +34,16 @@ type Try struct {
 	Pod               bool   // it went to an endpoint, not to the replan port or an internal listener
 	Replan            bool   // it went to the replan port
 	RetryAfter        []byte // of the answer
-	Own               []byte // of an answer of Envoy's own on a leg's listener, its details there; empty: the engine's
+	// the details of an answer that Envoy gave by itself on a leg's listener; empty: the engine answered
+	Own []byte
 }
 
 // Asked reports whether an endpoint may have received anything of the pass. A try that waits for a connection has sent
 // nothing (Envoy 1.40). Only the last try is described, so a second try counts as received.
 func (t *Try) Asked() bool { return t.Tries > 1 || t.Began || t.Sent > 0 }
 
-// Refusal returns the code of the error with which Tandem itself ended the request, or Envoy for want of a route for
-// what Tandem had decided; "" if neither did.
+// Refusal returns the code of the error with which Tandem itself ended the request, or with which Envoy did because it
+// had no route for Tandem's decision; "" if neither did.
 func (p *Pass) Refusal() string {
 	if p.Status == 503 && string(p.Details) == "direct_response" { // of a route that nothing decided should take
 		return names.CodeNoRoute

@@ -7,17 +7,17 @@ import (
 	"tandem/extproc/names"
 )
 
-// MaxTokens is the largest number of tokens that is believed of one answer.
+// MaxTokens is the largest count of tokens in an answer that is taken as true.
 const MaxTokens = 1 << 26
 
-// Count is a number of tokens as an answer says it.
+// Count is a number of tokens as the answer reports it.
 type Count struct {
 	Tokens int64
 	Said   bool // the answer says it
 	Absurd bool // what it says is not a number of tokens; Tokens is 0
 }
 
-// CountOf returns the count that a number of an answer is.
+// CountOf makes a count of a number in an answer.
 func CountOf(n float64) Count {
 	if n >= 0 && n <= MaxTokens && n == math.Trunc(n) {
 		return Count{Tokens: int64(n), Said: true}
@@ -29,7 +29,7 @@ func CountOf(n float64) Count {
 type Answered struct {
 	FirstByte time.Duration // from start to the first byte of the endpoint's answer; 0: none came
 	Body      uint64        // bytes of the answer's body that went to the client
-	Continued bool          // several engines wrote it, so its times are of none of them
+	Continued bool          // several engines wrote it, so its times describe none of them
 	Usage     Usage
 }
 
@@ -47,7 +47,8 @@ func (a *Usage) Counts() [len(names.UsageKeys)]*Count {
 	return [...]*Count{&a.In, &a.Out, &a.Cached, &a.CacheRead, &a.CacheWritten}
 }
 
-// Total returns the tokens that a limit counts. Anthropic's form has the tokens of a cache beside those of the prompt.
+// Total returns the number of tokens that counts for a limit. Anthropic's API counts cached tokens apart from those of
+// the prompt.
 func (a *Usage) Total() int64 {
 	return a.In.Tokens + a.Out.Tokens + a.CacheRead.Tokens + a.CacheWritten.Tokens
 }

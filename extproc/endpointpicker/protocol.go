@@ -1,5 +1,5 @@
-// Package endpointpicker is what the Endpoint Picker protocol says on the wire in addition to Envoy's messages: which
-// endpoints a gateway allows, why it is refused, and the headers for the routing sidecar.
+// Package endpointpicker has what the Endpoint Picker protocol adds to Envoy's messages: the endpoints that a gateway
+// allows, the reason of a refusal, and the headers for the routing sidecar.
 //
 // Package plan decides for its requests ([plan.Gateway]); package extproc has the handler of the gateway's streams.
 package endpointpicker
@@ -28,8 +28,8 @@ func Dropped(i *envoywire.Immediate, e *openai.Error) {
 	}
 }
 
-// Headers that llm-d's routing sidecar applies (llm-d-router, pkg/common/routing/common.go). A client's never pass.
-// Data-parallel ranks are endpoints here, so that header is only ever removed.
+// Headers that llm-d's routing sidecar applies (llm-d-router, pkg/common/routing/common.go). Those that a client sends
+// are removed. Data-parallel ranks are endpoints here, so that header is only ever removed.
 const (
 	headerPrefiller    = "x-prefiller-host-port"
 	headerEncoders     = "x-encoder-hosts-ports"

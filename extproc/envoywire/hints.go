@@ -13,7 +13,7 @@ const (
 	ReasonSaturated     = "rejected-saturated"
 	HeaderDropped       = "x-llm-d-request-dropped-reason"
 	maxSubset           = 4096                                 // endpoints in a hint
-	HeaderTestSelected  = "x-conformance-test-served-endpoint" // the conformance suite reads it of an answer
+	HeaderTestSelected  = "x-conformance-test-served-endpoint" // the conformance suite reads it in answers
 	headerTestSelection = "test-epp-endpoint-selection"        // ... and sets on a request
 )
 

@@ -69,8 +69,8 @@ func (l *Loggers) Number(ctx context.Context) (number []byte, several bool) {
 	return number, true
 }
 
-// Address has Envoy log the end of a request's pass to this replica alone, if one is true and Envoy's log comes here;
-// else to all replicas.
+// Address makes Envoy log the end of a request's pass to this replica alone, if alone is true and Envoy's log comes
+// here, and else to all replicas.
 func (l *Loggers) Address(ctx context.Context, h *HeaderEdits, one bool) {
 	if number, several := l.Number(ctx); number != nil && one {
 		h.Set(names.HeaderReplica, number)

@@ -96,7 +96,7 @@ func countOf(a *ended.Usage, key []byte) *ended.Count {
 	return nil
 }
 
-// readCount reads Value{2: double number_value}. A value of another kind is absurd.
+// readCount reads Value{2: double number_value}. A value of another kind makes an absurd count.
 func readCount(c *cursor, end int) ended.Count {
 	out := ended.Count{Said: true, Absurd: true}
 	for number, wire := c.field(end); number != 0; number, wire = c.field(end) {

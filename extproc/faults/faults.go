@@ -1,14 +1,15 @@
 // Package faults records what a failed hop says of its endpoint, and what it means for the request (docs/adr/0047):
 //
-//   - 429 and 503 of an engine are load: the endpoint is full and gets nothing for as long as it asks, whoever asks.
-//   - Any other status is about the request: another endpoint is tried. If another request meets the same at the same
-//     pair, the pair is avoided; if several meet it at one endpoint, that has failed. A success between clears both.
-//   - A connection that broke is a broken connection: the request is planned again, and the endpoint checked.
+//   - 429 and 503 of an engine are load: the endpoint is full, and gets no request for as long as it asks for.
+//   - Any other status is about the request: another endpoint is tried. If another request gets the same status from
+//     the same pair, the pair is avoided; if several requests get it from one endpoint, that endpoint has failed. A
+//     success in between clears both counts.
+//   - A connection that broke: the request is planned again, and the endpoint is checked.
 //   - An endpoint that cannot be reached, or exceeded its time, has failed.
 //
 // [Means] is where that is decided, as values, for every leg and both transports; [Faults.Blame] records it.
 //
-// A failed KV load is only what the engine says is one: by a stream that ends before it is complete, or by its own
+// A KV load counts as failed only if the engine says so: by a stream that ends before it is complete, or by its own
 // count.
 package faults
 
@@ -60,7 +61,7 @@ type Failure struct {
 	Unreached  bool          // there was no connection
 	Overdue    bool          // it exceeded its time limit
 	Absent     bool          // Envoy's cluster has no such endpoint: nothing was sent to it
-	Unknown    bool          // Envoy's log has not said: the first entry of a connection may come too late
+	Unknown    bool          // unknown: the first entry of a connection in Envoy's log may come too late
 }
 
 // words say for people how a request failed.
@@ -97,7 +98,7 @@ func Of(status int, details, retryAfter string) Failure {
 	return f
 }
 
-// routed begins Envoy's details of what its router answers: an endpoint's answer, or Envoy's own for it (1.40,
+// routed lists how the details of answers from Envoy's router begin: an endpoint's, or Envoy's own in its place (1.40,
 // envoy/stream_info/stream_info.h). Time limits of the whole stream count as the endpoint's.
 var routed = []string{answered, "upstream_", "no_healthy_upstream", "cluster_not_found", "no_cluster",
 	"route_not_found", "maintenance_mode", "unconditional_drop_overload", "stream_idle_timeout", "response_timeout",
@@ -114,13 +115,13 @@ func Filtered(details string) bool {
 // again. Any other one is an answer, or the engine's refusal of the request itself.
 func Failed(status int) bool {
 	return status >= 500 || status < 200 || status == http.StatusRequestTimeout || kvstate.Refuses(status) ||
-		status == http.StatusTooEarly || status == http.StatusNotFound || // another may serve the model
+		status == http.StatusTooEarly || status == http.StatusNotFound || // another endpoint may serve the model
 		Redirects(status)
 }
 
-// Redirects reports whether a status sends the client elsewhere. No engine's does: what stands in its place may (a
-// proxy that asks for a login), or an engine that serves the path by another spelling. The address is of inside the
-// fleet, so no client gets it, and Tandem and Envoy follow none.
+// Redirects reports whether a status redirects the client. Engines hardly do, but a proxy in front of one may (for a
+// login), or an engine that serves the path under another spelling. The address is internal to the fleet, so no client
+// gets it, and neither Tandem nor Envoy follows it.
 func Redirects(status int) bool {
 	switch status {
 	case http.StatusMovedPermanently, http.StatusFound, http.StatusSeeOther, http.StatusTemporaryRedirect,
@@ -201,7 +202,7 @@ func (s *Faults) Blame(next *kvtransfer.Ticket, requestID, addr string, f *Failu
 	}
 	if m.Blames {
 		if f.Full() && next.Prefill != "" && next.Prefills > 0 {
-			next.Prefills-- // being refused is no attempt: only redirects bound those
+			next.Prefills-- // a refusal does not count as an attempt: only the limit of redirects bounds them
 		}
 		s.Hop(next.Pool, requestID, addr, f)
 	}

@@ -18,17 +18,17 @@ type tries struct {
 
 // report records how a try failed. The first report of a ticket counts.
 func (l *tries) report(id kvtransfer.ID, f Failure) {
-	l.attempts.Tell(id, attempts.NewFirst[Failure], func(t *attempts.First[Failure]) { t.Tell(f) })
+	l.attempts.Update(id, attempts.NewFirst[Failure], func(t *attempts.First[Failure]) { t.Set(f) })
 }
 
-// await returns how the try of a ticket failed, once that is known; false if it is not within a time.
+// await returns how the try of a ticket failed, as soon as that is known; false if it is not known within a time.
 func (l *tries) await(ctx context.Context, id kvtransfer.ID, within time.Duration) (Failure, bool) {
 	t := l.attempts.Enter(id, attempts.NewFirst[Failure])
 	defer l.attempts.Leave(id)
 	timer := time.NewTimer(within)
 	defer timer.Stop()
 	select {
-	case <-t.Told():
+	case <-t.Done():
 		return t.Value(), true
 	case <-timer.C:
 	case <-ctx.Done():

@@ -11,7 +11,7 @@ import (
 // Leg is which leg of a request has failed.
 type Leg int
 
-// The legs. Prefill and Decode are so whether one follows the other or both run at once.
+// The legs. Prefill and Decode are the same legs whether one follows the other or both run at once.
 const (
 	Prefill Leg = iota
 	Decode
@@ -20,12 +20,11 @@ const (
 
 // Facts are what else decides about the meaning of a failed leg.
 type Facts struct {
-	Last bool // no further pass is possible
+	Last bool // there can be no further pass
 	Code int  // of the answer that the client would get, which may be Envoy's own; 0: the engine's
 	// DecodeDecides: the answer may be about what P was sent in place of the client's body
 	// ([plan.Policy.DecodeDecides]).
 	DecodeDecides bool
-	Turn          bool // P was to fetch the conversation's last turn from a decode endpoint
 	Gone          bool // the pool, or its dialect, is gone: nobody can judge P's answer
 	Waits         bool // D only stood still until its KV may have been outdated, and no other endpoint can serve
 }
@@ -40,7 +39,7 @@ type Meaning struct {
 	Suspects bool   // ... and D has said so, if others say it, too
 }
 
-// Means returns what a failed leg means. It is the one place that knows; [Faults.Blame] records it.
+// Means returns what a failed leg means. No other code decides that; [Faults.Blame] records it.
 func Means(leg Leg, f *Failure, x Facts) Meaning {
 	switch leg {
 	case Decode:
@@ -65,8 +64,6 @@ func prefillMeans(f *Failure, x *Facts) Meaning {
 		return Meaning{Cause: kvtransfer.CausePoolGone}
 	case f.NotFound(): // another one may serve the model
 		return Meaning{Cause: kvtransfer.CauseModel, Excludes: true}
-	case x.Turn && !f.Full(): // the endpoint that P should have fetched from may be at fault instead
-		return Meaning{Cause: kvtransfer.CauseTurn, Excludes: f.Overdue}
 	}
 	return Meaning{Cause: kvtransfer.CausePrefill, Excludes: !f.Full(), Blames: true, Loads: !f.Full()}
 }
@@ -80,7 +77,7 @@ func decodeMeans(f *Failure, x *Facts) Meaning {
 	case f.Overdue:
 		return Meaning{Cause: kvtransfer.CauseDecode, Excludes: true, Blames: true}
 	}
-	answered := f.Status != 0 && !f.Full() && !Redirects(f.Status) // a redirect is no word of the engine
+	answered := f.Status != 0 && !f.Full() && !Redirects(f.Status) // a redirect does not come from the engine itself
 	return Meaning{
 		Cause: kvtransfer.CauseDecode, Excludes: !f.Full(), Blames: true,
 		Loads: answered || f.Unknown, Suspects: answered,

@@ -37,9 +37,6 @@ func TestMeans(t *testing.T) {
 		{Prefill, "breaks the connection", Failure{}, Facts{Code: 502}, "prefill: " + endpoint + ", may be the KV"},
 		{Prefill, "is too slow", Failure{Overdue: true}, Facts{Code: 504}, "prefill: " + endpoint + ", may be the KV"},
 		{Prefill, "is kept from it by Envoy's own refusal", Failure{}, Facts{Code: 413}, request},
-		{Prefill, "fails, and should have fetched the last turn", status(500), Facts{Turn: true}, "turn"},
-		{Prefill, "is too slow, and should have fetched the last turn", Failure{Overdue: true}, Facts{Turn: true}, "turn: excluded"},
-		{Prefill, "is full, and should have fetched the last turn", status(503), Facts{Turn: true}, "prefill: blamed"},
 		{Prefill, "fails, and its pool is gone", status(500), Facts{Gone: true}, "pool_gone"},
 
 		{Decode, "does not serve the model", status(404), Facts{}, "model: excluded"},

@@ -9,10 +9,10 @@ import (
 	"tandem/kvstate"
 )
 
-// A leg that has failed is judged by [faults.Means], whichever it is and whoever has seen it fail. Here the request is
-// planned again: the next ticket says what went wrong, and the next pass releases what this one held.
+// [faults.Means] judges every failed leg, in both transports. Here the request is planned again: the next ticket says
+// what went wrong, and the next pass releases what this one held.
 
-// Another reports whether there may be one more pass after that of a ticket.
+// Another reports whether one more pass may follow that of a ticket.
 func (s *Shared) Another(t *kvtransfer.Ticket) bool { return s.Passes.Limits.Another(t.Redirects) }
 
 // fail makes next the ticket of a request whose leg has failed.
@@ -24,12 +24,6 @@ func fail(next *kvtransfer.Ticket) {
 func (s *Shared) planAgain(next *kvtransfer.Ticket, requestID, addr string, f *faults.Failure, m *faults.Meaning) {
 	fail(next)
 	s.Passes.Faults.Blame(next, requestID, addr, f, m)
-	if m.Cause == kvtransfer.CauseTurn { // the pool's policy for failed prefills does not apply: the reuse caused it
-		next.Turn.Named, next.Prefills = false, max(next.Prefills-1, 0)
-		s.Passes.Observer.Turn(next.Pool, pass.TurnFailed)
-		s.Passes.Log.Warn("a prefill that was to fetch the conversation's last turn failed: again without",
-			"request_id", requestID, "endpoint", next.Prefill, "status", f.Status)
-	}
 }
 
 // DecodeFailed settles a decode leg that failed before its answer began, and returns the next ticket. Whatever the
@@ -43,7 +37,8 @@ func (s *Shared) DecodeFailed(t *kvtransfer.Ticket, requestID string, f *faults.
 	}
 	x.Observer.HopEnded(t.Pool, "decode", t.Decode, result, x.Since(t), nil)
 	if t.Split {
-		x.Observer.Orphaned(t.Pool, t.Prefill, reclaim.DecodeFailed) // or fetched: the failure does not show it
+		// D may have fetched it: the failure does not show that
+		x.Observer.Orphaned(t.Pool, t.Prefill, reclaim.DecodeFailed)
 		if kvstate.Unfetched(x.State, pass.HeldBy(t).Decode) {
 			x.Reclaim.Strand(t)
 		}
@@ -77,7 +72,7 @@ func (s *Shared) HopLost(t *kvtransfer.Ticket, requestID string, overdue bool) k
 		x.Observer.HopEnded(t.Pool, "encode", addr, "failed", x.Since(t), nil)
 	}
 	f := faults.Failure{Overdue: overdue, Unreached: !overdue}
-	m := faults.Means(leg, &f, faults.Facts{Turn: t.Turn.Named})
+	m := faults.Means(leg, &f, faults.Facts{})
 	s.planAgain(&next, requestID, addr, &f, &m)
 	return next
 }

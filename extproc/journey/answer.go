@@ -1,15 +1,12 @@
 package journey
 
 import (
-	"context"
 	"net/http"
-	"slices"
 	"time"
 
 	"tandem/extproc/answer"
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
-	"tandem/internal/guard"
 	"tandem/kvstate"
 )
 
@@ -45,12 +42,10 @@ func (s *Shared) IsOutdated(t *kvtransfer.Ticket, requestID string) bool {
 
 // Rewriting is what a transport gives to have an answer rewritten.
 type Rewriting struct {
-	RequestID string
-	Status    int // of the answer
+	Status int // of the answer
 	// Joined waits for the part of P's answer that belongs into a pair's; nil: there is none.
 	Joined func() (prefill []byte, ok bool)
-	Room   func(bytes int) bool // reports whether there is memory for so many bytes of token ids
-	// Inside: no scripts of Envoy's take from answers what only Tandem may see, and nothing may wait for Redis.
+	// Inside: no script of Envoy's removes from answers what only Tandem may see, and nothing may wait for Redis.
 	Inside bool
 }
 
@@ -67,32 +62,13 @@ func (s *Shared) Rewriter(t *kvtransfer.Ticket, r *Rewriting) (openai.Rewriter, 
 		return &answer.Joined{Prefill: r.Joined}, nil
 	case pair:
 		return nil, nil
-	case t.Stage == kvtransfer.DecodeLeg && t.Turn.Answers:
-		return answer.Conversation(t, s.keepTurn(t, r), r.Room), nil
 	}
 	by, err := answer.Rewriter(t)
 	if err != nil || !r.Inside || !s.AnswerRule(t).Cut {
 		return by, err
 	}
-	cut := &answer.CutParams{}
 	if by == nil {
-		return cut, nil
+		return openai.CutParams{}, nil
 	}
-	return openai.Both{First: cut, Second: by}, nil
-}
-
-// keepTurn returns what keeps a description of D's blocks for the conversation's next turn, which may ask Redis.
-func (s *Shared) keepTurn(t *kvtransfer.Ticket, r *Rewriting) func(params []byte, ids []uint32) {
-	id := r.RequestID
-	if !r.Inside {
-		return func(params []byte, ids []uint32) { s.Passes.StoreTurn(id, t, params, ids) }
-	}
-	of := t.Clone()
-	return func(params []byte, ids []uint32) {
-		params, ids = slices.Clone(params), slices.Clone(ids)
-		go func() {
-			defer guard.Recover(guard.With(context.Background(), s.Passes.Guard), "envoy filter turn")
-			s.Passes.StoreTurn(id, &of, params, ids)
-		}()
-	}
+	return openai.Both{First: openai.CutParams{}, Second: by}, nil
 }

@@ -23,7 +23,7 @@ func (x *Legs) SettleEncode(t *kvtransfer.Ticket, a *pass.Answer) *kvtransfer.Ti
 			s.MarkGood(pool, t.Decode)
 		}
 	} else {
-		if plan.ClientsFault(a.Code) { // prefill will report it, in terms of the client's own body
+		if plan.ClientsFault(a.Code) { // prefill will report the client's mistake, in terms of the client's own body
 			result = "refused"
 		}
 		f := failureOf(a)

@@ -37,7 +37,7 @@ type Insured struct {
 	cause  string    // why another engine is asked; "": none is
 	last   time.Time // when the previous engine last sent something
 	from   time.Time // when another engine was asked to continue
-	said   []byte    // the last words of the previous engine: an error's event
+	said   []byte    // the error event with which the previous engine ended
 	before *before   // the previous engine, while it is still there; nil: it is not
 	rest   time.Time // no other engine is asked before this time while this one is well
 }
@@ -67,7 +67,7 @@ type StreamStep int
 
 // What a transport does next with an insured stream.
 const (
-	ReadOn      StreamStep = iota // what comes of the engine is the answer
+	ReadOn      StreamStep = iota // the client gets what the engine sends
 	BeginAnswer                   // the client gets the head of the answer, if it has none yet
 	Finish                        // the leg ends, and Rest is the end of the answer
 	AskAgain                      // the leg ends, and a pass is planned: the client has nothing of this answer
@@ -220,7 +220,7 @@ func (in *Insured) leave(t *kvtransfer.Ticket, result string) {
 	passes.Release(pass.HeldBy(t))
 }
 
-// Resets is the event that the connection breaks. sent is when something last came.
+// Resets is the event that the connection breaks. sent is when the engine last sent something.
 func (in *Insured) Resets(sent time.Time) StreamAction {
 	switch {
 	case in.state == StreamUnread:
@@ -235,7 +235,7 @@ func (in *Insured) Resets(sent time.Time) StreamAction {
 	return in.Fails(&faults.Failure{})
 }
 
-// Breaks is the event that the engine's answer is not the client's any further ([migration.Stream.Broken]).
+// Breaks is the event that the client gets no more of the engine's answer ([migration.Stream.Broken]).
 func (in *Insured) Breaks(why migration.Reason, sent time.Time) StreamAction {
 	switch why {
 	case migration.Failed:
@@ -278,7 +278,7 @@ func (in *Insured) breaks(cause string, sent time.Time) StreamAction {
 		return in.goBack()
 	}
 	streams.Continued(t.Pool, cause, string(reason))
-	if cause == CauseEnded { // the client gets what D says
+	if cause == CauseEnded { // the client gets D's own error
 		in.state = StreamUnread
 		return StreamAction{Do: PassEnd, Rest: rest}
 	}
@@ -303,7 +303,7 @@ func (in *Insured) blame(cause string) {
 // notLoaded reports whether D's error may be that it could not load P's KV: there is no text yet.
 func (in *Insured) notLoaded() bool { return in.ticket.Loads && in.Stream.Empty() }
 
-// unloaded counts an error that may be a failed KV load. It reports whether that is no reason to ask nobody else.
+// unloaded counts an error that may be a failed KV load. It reports whether another engine may still be asked.
 func (in *Insured) unloaded(cause string) bool {
 	const most = 2
 	if cause != CauseEnded || !in.notLoaded() {
@@ -316,9 +316,10 @@ func (in *Insured) unloaded(cause string) bool {
 // mostDeaths is how many engines may die under one answer, however long each had written.
 const mostDeaths = 3
 
-// diesAgain counts an engine that has died under the answer, or ended it with an error. It reports whether no other one
-// is asked: the request may be what kills them. The first one is always replaced. The next ones are only if they had
-// written for a while ([migration.Policy.Soon]): what kills engines does so at the same place again.
+// diesAgain counts an engine that has died under the answer, or ended it with an error. It reports whether to stop
+// asking others, because the request may be what kills them. The first one is always replaced. The next ones are
+// replaced only if they had written for a while ([migration.Policy.Soon]): a request that kills engines does so at the
+// same place again.
 func (in *Insured) diesAgain() bool {
 	in.died = append(in.died, in.ticket.Decode)
 	n := len(in.died)
@@ -410,7 +411,8 @@ func (in *Insured) Move(cause string, sent time.Time) StreamAction {
 	return in.goOn(MoveOn, cause, kvtransfer.CauseMoved, sent)
 }
 
-// restsFor is how long an engine goes on whose stream nobody took before another one is asked again.
+// restsFor is the pause before another engine is asked again, if none took the stream of an engine that should be
+// replaced.
 const restsFor = 5 * time.Second
 
 // goBack has the previous engine go on, which is still there: no other one took its stream.
@@ -423,11 +425,11 @@ func (in *Insured) goBack() StreamAction {
 	return StreamAction{Do: GoBack}
 }
 
-// silentAfter is how long nothing may come of a stream whose endpoint has failed.
+// silentAfter is how long a stream whose endpoint has failed may be silent.
 const silentAfter = 2 * time.Second
 
 // Replaces returns why the engine of an insured stream should be replaced; "": it should not. writes: it has sent an
-// event; quiet: for so long nothing has come. Before its first event it is [CauseReset]: its answer will not come.
+// event; quiet: how long it has been silent. Before its first event it is [CauseReset]: its answer will not come.
 func (s *Shared) Replaces(t *kvtransfer.Ticket, writes bool, quiet time.Duration) (cause string) {
 	if !writes {
 		if quiet >= Silence && s.Lost(t) {
@@ -448,7 +450,8 @@ func (s *Shared) Replaces(t *kvtransfer.Ticket, writes bool, quiet time.Duration
 	return cause
 }
 
-// othersDecode reports whether another endpoint than the ticket's may decode, as far as is known, without some.
+// othersDecode reports whether, as far as is known, an endpoint may decode that is neither the ticket's nor one of
+// those given.
 func (s *Shared) othersDecode(t *kvtransfer.Ticket, without []string) bool {
 	pool := s.Passes.State.Pool(t.Pool)
 	return pool != nil && slices.ContainsFunc(pool.Endpoints(), func(e *kvstate.Endpoint) bool {

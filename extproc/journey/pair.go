@@ -42,14 +42,14 @@ const (
 	decodeSilent  decodeLeg = iota // it has not answered
 	decodeHeld                     // it has answered well, and waits for P's verdict
 	decodeFailing                  // it has failed, likewise
-	decodeOver                     // it needs P no more
+	decodeOver                     // it no longer needs P
 )
 
 // PairAction is what a transport does next with a pair.
 type PairAction struct {
 	Do    PairStep
 	After time.Duration // > 0: [Pair.Elapsed] follows after it, if the pair is not over before
-	// Holds: D has the prompt now, as [Shared.PairHolds] is to record.
+	// Holds: D has the prompt now: call [Shared.PairHolds].
 	Holds   bool
 	Abandon bool            // nobody waits for P's leg any more
 	Leg     faults.Leg      // of [PlanAgain]: which leg failed ...
@@ -121,7 +121,7 @@ type DecodeHead struct {
 	Status  int
 	Failure faults.Failure // how D failed, if the status says so
 	Whole   bool           // the answer is no stream: it is complete when its head comes
-	Final   bool           // Envoy must not ask another one
+	Final   bool           // Envoy must not ask another endpoint
 }
 
 // DecodeAnswers is the event that D's answer begins.
@@ -131,7 +131,7 @@ func (p *Pair) DecodeAnswers(h *DecodeHead) PairAction {
 		return PairAction{Do: LetGo}
 	case faults.Failed(h.Status) && !h.Final && (h.Status != http.StatusNotFound || p.shared.Another(p.ticket)):
 		return p.DecodeFails(&h.Failure)
-	case h.Status != http.StatusOK && h.Status != http.StatusPartialContent: // D does no work for this request
+	case h.Status != http.StatusOK && h.Status != http.StatusPartialContent: // D refuses this request
 		p.d = decodeOver
 		return PairAction{Do: LetGo, Abandon: true}
 	case p.sent:

@@ -59,10 +59,10 @@ func (x *Legs) Resume(
 	return p.Resume(ctx, t, attempt, ticketErr)
 }
 
-// settleInline settles a prefill leg whose answer came with pass 1's ticket. A short answer of P's travels so: if
-// pass 1 allows it, Envoy makes the redirect by itself, with the answer in a header. That saves the prefill leg's
-// stream and the sealing of a second ticket. An answer longer than the configured limit, and any answer but a 200,
-// passes the leg's filter. The hand-over's id is derived from the ticket's: it is good for one pass 2.
+// settleInline settles a prefill leg whose answer came with pass 1's ticket. If pass 1 allows it and P's answer is
+// short, Envoy makes the redirect by itself, with the answer in a header. That saves the prefill leg's stream and the
+// sealing of a second ticket. Longer answers, and answers other than 200, go through the leg's filter. The hand-over's
+// id is derived from the ticket's: it is good for one pass 2.
 func (x *Legs) settleInline(ctx context.Context, p *pass.Pass, t *kvtransfer.Ticket) *kvtransfer.Ticket {
 	x.learner.ID = p.ID
 	answer := p.Head.Prefilled
@@ -119,7 +119,7 @@ func refused(a *pass.Answer) Settled {
 // afterPrefill returns the redirect's ticket: with KV parameters, or with what went wrong. final is the client's
 // answer, if P's answer ends the request. Neither: the client gets P's refusal.
 func (x *Legs) afterPrefill(t *kvtransfer.Ticket, a *pass.Answer) (_ *kvtransfer.Ticket, final []byte) {
-	next := *t // with the same id: whoever else reads this answer hands over the same
+	next := *t // with the same id: another replica may read this answer, too, and hands over the same
 	next.Redirects++
 	next.Learn = kvtransfer.Learn{}
 	s := x.shared.Passes
@@ -183,12 +183,12 @@ func (x *Legs) afterPrefill(t *kvtransfer.Ticket, a *pass.Answer) (_ *kvtransfer
 func (x *Legs) prefillFailed(next *kvtransfer.Ticket, a *pass.Answer) *kvtransfer.Ticket {
 	s, f := x.shared.Passes, failureOf(a)
 	if pool := s.State.Pool(next.Pool); f.Overdue && pool != nil && next.Media == (media.Count{}) {
-		// else the limit would never learn that it is too short
+		// otherwise the time limit would never be learned to be too short
 		pool.ObservePrefill(next.PromptTokens, s.Since(next))
 	}
 	policy, known := s.Policy(next.Pool)
 	m := faults.Means(faults.Prefill, &f, faults.Facts{
-		Code: a.Code, DecodeDecides: policy.DecodeDecides(a.Code, next.Shaped), Turn: next.Turn.Named,
+		Code: a.Code, DecodeDecides: policy.DecodeDecides(a.Code, next.Shaped),
 		Last: !known || !s.Limits.Another(next.Redirects-1),
 	})
 	if m.Client {
@@ -205,8 +205,8 @@ func failureOf(a *pass.Answer) faults.Failure {
 	return f
 }
 
-// dateHandOver sets how long the hand-over is good for, and writes into the parameters for D when their lease ends,
-// if D reads that. D gets none whose end is not known: it computes the prompt.
+// dateHandOver sets how long the hand-over is good for, and writes into the parameters for D when their lease ends, if
+// D reads that. If the end is not known, D gets no parameters and computes the prompt.
 func (x *Legs) dateHandOver(ctx context.Context, next *kvtransfer.Ticket, took time.Duration) {
 	s := x.shared.Passes
 	policy, _ := s.Policy(next.Pool)

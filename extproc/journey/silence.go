@@ -10,7 +10,7 @@ import (
 )
 
 // An answer that is not streamed sends nothing until it is complete, so no time limit can tell a slow decode endpoint
-// from one that has stopped. What is known of the endpoint can.
+// from one that has stopped. What Tandem knows of the endpoint can.
 
 // Silence is how long to wait for D's answer before asking whether it will come.
 const Silence = 10 * time.Second
@@ -27,9 +27,9 @@ func (s *Shared) Outdated(t *kvtransfer.Ticket) standstill.Reason {
 	return s.Passes.State.Outdated(prefill, d, time.Now().Add(-s.Passes.Since(t)))
 }
 
-// Lost reports whether a decode leg without an answer so far will get none: its endpoint has failed for a while, its
-// KV may be another prompt's, or its time is over. An engine whose core stands still may only be slow: it is waited for
-// where no other one can take the request.
+// Lost reports whether a decode leg without an answer so far will get none: its endpoint has failed for a while, its KV
+// may be another prompt's, or its time is over. An engine whose core stands still may only be slow, so it is waited for
+// if no other one can take the request.
 func (s *Shared) Lost(t *kvtransfer.Ticket) bool {
 	e := plan.EndpointOf(s.Passes.State, t.Pool, t.Decode)
 	limit := s.answerLimit(t, e)

@@ -15,7 +15,7 @@ const (
 	BothLegs                // P and D work for it at once
 	Decoding                // D was asked, alone or after P. If it fails, the request is planned again
 	Checking                // D's answer has a head, and waits for its first byte: it may be another prompt's
-	Answering               // what comes of the endpoint is the client's
+	Answering               // the client gets what the endpoint sends
 	Continuing              // the client has a part of the answer, and another engine is to go on with it
 	Answered                // the answer is Tandem's own, P's in D's place, or another filter's
 	Handed                  // another filter begins it again
@@ -38,7 +38,7 @@ func (s State) MayFail() bool { return s.IsSent() && s != Answering }
 // IsAnswered reports whether nothing more can be decided for the request.
 func (s State) IsAnswered() bool { return s >= Answered }
 
-// StateOf returns the state that a ticket says.
+// StateOf returns the state of a ticket's request.
 func StateOf(t *kvtransfer.Ticket) State {
 	switch t.Stage {
 	case kvtransfer.PrefillLeg, kvtransfer.EncodeLeg:

@@ -5,17 +5,14 @@ import "slices"
 // Causes of a failed hop (Ticket.Cause), also label values of metrics.
 const (
 	CausePrefill = "prefill" // the prefill leg failed, or its answer could not be used
-	// CauseTurn: a prefill leg that was to fetch the conversation's last turn failed. The request continues as if no
-	// turn were kept.
-	CauseTurn   = "turn"
-	CauseRouter = "router" // a replica failed while it decided a pass, which is repeated
-	CauseEncode = "encode" // the encode leg failed: prefill encodes by itself
-	CauseDecode = "decode" // the decode leg failed before it answered: its KV parameters count as consumed
+	CauseRouter  = "router"  // a replica failed while it decided a pass, which is repeated
+	CauseEncode  = "encode"  // the encode leg failed: prefill encodes by itself
+	CauseDecode  = "decode"  // the decode leg failed before it answered: its KV parameters count as consumed
 	// CauseOutdated: the decode endpoint stood still until its KV parameters may have been outdated, and no other one
 	// can serve the request. It is waited for, and computes the prompt itself.
 	CauseOutdated = "outdated"
 	CauseStream   = "stream" // the decode leg failed in the middle of its stream, which is continued
-	CauseMoved    = "moved"  // the stream is continued elsewhere, by order or because its endpoint is silent
+	CauseMoved    = "moved"  // another endpoint continues the stream, by order or because its own is silent
 	// CauseRefused: P refused the body that Tandem had changed. Decode alone decides, and no endpoint is at fault.
 	CauseRefused = "refused"
 	// CauseModel: an endpoint answered 404, so it does not serve the model, or not any more.
@@ -27,7 +24,7 @@ const (
 	CausePoolGone = "pool_gone"
 )
 
-// Cause is what operators are told of a cause.
+// Cause describes a cause for operators.
 type Cause struct {
 	Name  string
 	At    func(*Ticket) string // the endpoint that failed; nil: none did
@@ -38,11 +35,10 @@ type Cause struct {
 // Causes returns all causes.
 func Causes() []Cause {
 	prefill := func(t *Ticket) string { return t.Prefill }
-	decode := func(t *Ticket) string { return t.Decode } // that of an encode leg, too
+	decode := func(t *Ticket) string { return t.Decode } // also the endpoint of an encode leg
 	last := func(t *Ticket) string { return t.Excluded[len(t.Excluded)-1] }
 	return []Cause{
 		{CausePrefill, prefill, "prefill", true},
-		{CauseTurn, prefill, "prefill, which was to fetch the conversation's last turn", false},
 		{CauseRefused, prefill, "prefill, which refused what it was sent", false},
 		{CauseModel, last, "an endpoint that does not serve the model", false},
 		{CauseDecode, decode, "decode", false},

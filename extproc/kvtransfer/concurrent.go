@@ -23,7 +23,7 @@ type Concurrent struct {
 	// blocks; nil: D does so before it has done anything. release is D's, "" if it is unknown, body
 	// is P's.
 	StreamsLate func(api openai.API, release string, body []byte) bool
-	// Unpairable returns the reason why a request cannot use two legs, "" if it can. The reasons are label values.
+	// Unpairable returns why a request cannot use two legs at once, "" if it can. The reasons are label values.
 	Unpairable func(r *openai.Request) string
 	// Plan plans the difference between P's body and the client's, and returns what else the legs need. r has the
 	// client's body, and p was Reset to it. At least one member is inserted, so the first of
@@ -113,9 +113,9 @@ type finish struct {
 	} `json:"meta_info"`
 }
 
-// brokenOff returns why an engine has not finished what it was asked for, although it answered 200: abort (SGLang and
-// vLLM, of a request that was cancelled or could not be served), error (vLLM 0.14), failed and cancelled (responses).
-// "": it has, or the answer does not say.
+// brokenOff returns why an engine did not finish its work, although it answered 200: abort (SGLang and vLLM, of a
+// request that was cancelled or could not be served), error (vLLM 0.14), failed and cancelled (responses). "": it has,
+// or the answer does not say.
 func brokenOff(body []byte) string {
 	all := make([]finish, 1)
 	if json.Unmarshal(body, &all[0]) != nil && json.Unmarshal(body, &all) != nil {

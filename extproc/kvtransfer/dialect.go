@@ -10,8 +10,6 @@
 // [Concurrent] is the part for engines that need both legs at once (sglang.go, mooncake.go, nixlpush.go, moriio.go,
 // trtllmfirst.go). [Peers] learns the facts about an engine that such a dialect needs beforehand.
 //
-// A [Turn] describes an answer whose blocks D keeps, for the P of the conversation's next request (turn.go).
-//
 // A [Ticket] is the state of one request between its passes through Envoy. It travels with the request, in a header,
 // sealed under [Keys] that all replicas share: so any replica serves any pass, and none remembers requests. Package
 // packed makes the long lists of block ids in it small enough for a header.
@@ -63,8 +61,7 @@ type Dialect struct {
 	Hold
 	TokenIDs []openai.API // APIs for which Prefill already asks P for the prompt's token ids
 
-	Push  *Push  // P writes into the memory of a D that is named in its request
-	Turns *Turns // D keeps an answer's blocks for the conversation's next turn
+	Push *Push // P writes into the memory of a D that is named in its request
 	// Pull plans the body of a request with a single hop, so that the engine fetches the prompt's beginning from
 	// pair.Source, which is not nil. p was Reset to the request.
 	Pull func(p *openai.Patch, pair *Pair)
@@ -83,7 +80,7 @@ type Dialect struct {
 	Validate func(endpoints []Member) []Problem
 }
 
-// Engines is what holds of all engines of a dialect.
+// Engines has what is true of all engines of a dialect.
 type Engines struct {
 	VLLM      bool // they are vLLM, so the shapes of their answers are known
 	DataRanks bool // a request can select a data-parallel rank, of several behind one port
@@ -91,16 +88,16 @@ type Engines struct {
 	// with kv_role kv_both (0.32.0: one engine computes prompts for others beside its own answers, and fetches from
 	// those that fetch from it), and the stores that every engine both reads and writes.
 	EitherLeg bool
-	// None has run with it here: their source was read, and the simulator is made from that (docs/protocols.md).
+	// No real engine has run with it here: the simulator is made from their source (docs/protocols.md).
 	Experimental bool
 }
 
-// Hold is how P's blocks get from its answer to D.
+// Hold says how long P keeps blocks for D, and how D learns of them.
 type Hold struct {
 	// P's answer can travel in a header: it never goes to the client, and nothing waits for the KV
 	Inline bool
-	// Lease is how long P keeps blocks that D has not fetched. A D that comes later reads by number what they hold.
-	// 0: a D that comes late finds nothing, or is known not to come.
+	// Lease is how long P keeps blocks that D has not fetched. A D that comes later reads whatever they hold by then.
+	// 0: a D that comes late finds nothing, or cannot come.
 	Lease time.Duration
 	// Final: nothing renews the lease, so a D that is busy for long comes late too.
 	Final bool
@@ -121,7 +118,7 @@ const (
 // Reports lists the facts that engines must report for them to fit the pool.
 type Reports struct {
 	Connectors []string // names of vLLM's kv_connector; nil: unknown, or another engine
-	Stores     []string // if those are unknown: connectors of other dialects that can use a store
+	Stores     []string // with Connectors nil: connectors of other dialects that can use a store, too
 	// Alike are the facts in which P and D must agree: otherwise one refuses the other's KV, or takes it for what it is
 	// not. [Dialect.Alike] has these, and what the rules of ranks and releases add.
 	Alike   kvstate.FactSet
@@ -129,9 +126,9 @@ type Reports struct {
 	Ranks   bool // each leg's request names the other side's ranks: transfer.tensorParallelSize has to be right
 }
 
-// vllmAlike returns the facts in which the engines of a pair must agree with any connector of vLLM. Each but the
-// release changes what a block is, or what its numbers mean. What the engines check themselves, and what not, is in
-// docs/protocols.md#which-engines-fit-each-other.
+// vllmAlike returns the facts in which the engines of a pair must agree with any connector of vLLM. Each fact but the
+// release changes what a block contains, or what its number means. docs/protocols.md#which-engines-fit-each-other says
+// which of them engines check themselves.
 func vllmAlike() kvstate.FactSet {
 	return kvstate.FactsOf(kvstate.FactModel, kvstate.FactRevision, kvstate.FactQuantization, kvstate.FactDtype,
 		kvstate.FactKVDtype, kvstate.FactBlockSize, kvstate.FactKVLayout, kvstate.FactAttention,
@@ -199,8 +196,8 @@ type Port struct {
 	Open    bool         // it accepts TCP connections as soon as the engine runs
 }
 
-// PortsOf returns the ports of an endpoint with the role. If decode cannot work alone, an engine with both roles was
-// started for neither leg and has none.
+// PortsOf returns the ports of an endpoint with the role. If decode cannot work alone, an endpoint with both roles has
+// none: such an engine is not started for either leg.
 func (d *Dialect) PortsOf(role kvstate.Role) (ports []Port) {
 	if role == kvstate.RoleBoth && d.PairsOnly() {
 		return nil
@@ -213,11 +210,11 @@ func (d *Dialect) PortsOf(role kvstate.Role) (ports []Port) {
 	return ports
 }
 
-// PairsOnly reports whether an engine that was started for one leg cannot answer a request without the other.
+// PairsOnly reports whether engines cannot answer a request without the other leg.
 func (d *Dialect) PairsOnly() bool { return d.Concurrent != nil && !d.Concurrent.DecodesAlone }
 
-// LateAfter returns how long D may take to begin an answer before somebody must know whether it stood still until the
-// lease was over; 0: it may take any time.
+// LateAfter returns how long D may take to begin an answer. One that begins later is checked: D may have stood still
+// until the lease was over. 0: there is no such limit.
 func (d *Dialect) LateAfter() time.Duration {
 	if d.Expiry != nil {
 		return 0
@@ -229,7 +226,8 @@ func (d *Dialect) LateAfter() time.Duration {
 }
 
 // HandOverTTL returns for how long after P's answer its parameters may go to D: ttl, and a third of the lease at most.
-// So a D that gets them last still has half of the lease, for which it may stand still unnoticed (docs/adr/0050).
+// So D still has at least half of the lease when it gets them, and it may stand still for that long before it is
+// noticed (docs/adr/0050).
 func (d *Dialect) HandOverTTL(ttl time.Duration) time.Duration {
 	if d.Lease > 0 {
 		return min(ttl, d.Lease/3)
@@ -258,16 +256,15 @@ type Pair struct {
 	Attempt         [16]byte // random; new for every attempt
 	Prefill, Decode Side
 	// an endpoint that holds more of the prompt's beginning than the engine that computes it; nil: none
-	Source  *Side
-	Turn    *Turn  // the conversation's last answer, if the prompt begins with it; nil: none that can be used
-	TurnIDs []byte // with Turn, the prompt's token ids, a JSON array; nil: the body has them
+	Source *Side
 }
 
 // Side is one side of a pair.
 type Side struct {
 	Addr     string // ip:port where its API is reached
 	Transfer kvstate.Transfer
-	// Unsure: its answer may be another engine's, and has to say whose it is, if answers of its kind can.
+	// Unsure: another engine may have answered in its place, so the answer must name its engine, if the dialect's
+	// answers do.
 	Unsure bool
 }
 
@@ -312,8 +309,6 @@ type Options struct {
 	Members []string // of multi
 
 	ReuseTokenIDs bool          // of nixl: D receives P's token ids (vLLM 0.32 and newer)
-	Bidirectional bool          // of nixl: D keeps answers for the next turn, and P fetches them (vLLM 0.21 and newer)
-	TurnTTL       time.Duration // with Bidirectional; 0: DefaultTurnTTL
 	Lease         time.Duration // of nixl and moriio-read; 0: the engine's default
 	Clocks        Clocks        // of nixl: D declines KV whose lease is over (vLLM 0.26 and newer); nil: it does not
 

@@ -22,7 +22,7 @@ type Expiry struct {
 	Lease  time.Duration
 }
 
-// skew is what the clocks of replicas may differ by, and P's clock may gain since it was read.
+// skew is an allowance for the difference between replicas' clocks, and for P's clock since it was read.
 const skew = time.Second
 
 // Errors of [Expiry.Write].
@@ -32,7 +32,7 @@ var (
 )
 
 // Write returns the object with the time at which the lease ends. age is how long ago the prefill leg was sent: P began
-// the lease when it had computed the prompt, and nothing tells when that was, so the lease counts from the request on.
+// the lease when it had computed the prompt. That moment is not known, so the lease counts from the request.
 func (x *Expiry) Write(ctx context.Context, params []byte, age time.Duration) ([]byte, error) {
 	left := x.Lease - max(age, 0) - skew
 	if left <= 0 {

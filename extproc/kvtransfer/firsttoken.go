@@ -17,8 +17,8 @@ import (
 // client's own body and asks for the ids (return_token_ids, vLLM 0.10.2): they come from P's own template, tools
 // included, without another request. A chat's messages stay in the body with prompt; D ignores them as unknown members.
 //
-// Requests whose rest D could not write that way go as with lmcache, and so do those whose first token gives no text
-// for a client: a part of a character, reasoning, a call.
+// Requests that D could not continue in that way are sent as with lmcache. So are those whose first token gives the
+// client no text: a part of a character, reasoning, a tool call.
 type lmcacheFirst struct{ lmcache }
 
 // Prefill keeps the client's stop strings: if one ends the answer at its first token, the answer is complete.
@@ -41,7 +41,7 @@ func (d lmcacheFirst) Prefill(r *openai.Request, p *openai.Patch, pair *Pair) {
 	p.Set("kv_transfer_params", openai.FieldKVTransferParams, append(spec, '}'))
 }
 
-// ReadAnswer builds Params for D and the client. Without a first token the answer is treated as lmcache's.
+// ReadAnswer builds Params for D and the client. An answer without a first token is read as with lmcache.
 func (d lmcacheFirst) ReadAnswer(body []byte, _ *Pair) (Answer, error) {
 	scanned, err := openai.ScanAnswer(body)
 	if err != nil {

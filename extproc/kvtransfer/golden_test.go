@@ -3,7 +3,6 @@ package kvtransfer
 import (
 	"bytes"
 	"encoding/json"
-	"errors"
 	"flag"
 	"os"
 	"path/filepath"
@@ -30,9 +29,7 @@ var update = flag.Bool("update", false, "rewrite the golden files")
 // The first line of a file is the request and its circumstances: POST path, prefill at address, and then, if the
 // dialect needs it, decode at address, tp=N, release=X, init=, alloc=, query=, p2p=PORT, source=ADDRESS, host=HOST,
 // members=A+B, key=NAME, params=yes, ids=reuse, first=yes. If D continues after P's first token, "decode answer" and
-// "decode answer, streamed" are D's answers, from which the client's is made. With turns=kept "last answer" is D's
-// answer in the conversation's last turn and "prompt ids" are the prompt's; the client's answer is made from "decode
-// answer", and "kept" is stored for the next turn.
+// "decode answer, streamed" are D's answers, from which the client's is made.
 func TestGolden(t *testing.T) {
 	files, err := filepath.Glob("testdata/*/*.txtar")
 	require.NoError(t, err)
@@ -108,8 +105,6 @@ func circumstances(t *testing.T, dialect, line string) (path string, o Options, 
 			o.Key = value
 		case "ids":
 			o.ReuseTokenIDs = value == "reuse"
-		case "turns":
-			o.Bidirectional = value == "kept"
 		case "first":
 			o.RetFirstToken = value == "yes"
 		case "params":
@@ -143,11 +138,6 @@ func twoHops(t *testing.T, name string, a *txtar.Archive) *txtar.Archive {
 	require.True(t, dialect.Speaks(api))
 
 	got := &txtar.Archive{Comment: a.Comment}
-	if last := section(a, "last answer"); last != nil {
-		ids := section(a, "prompt ids")
-		got.Files = append(got.Files, txtar.File{Name: "last answer", Data: last}, txtar.File{Name: "prompt ids", Data: ids})
-		setTurn(t, dialect.Turns, api, last, ids, pair)
-	}
 	prefill, undo := prefillBody(t, dialect, api, request, pair)
 	got.Files = append(got.Files, txtar.File{Name: "request", Data: request}, txtar.File{Name: "prefill request", Data: prefill},
 		txtar.File{Name: "prefill answer", Data: answer})
@@ -179,62 +169,7 @@ func twoHops(t *testing.T, name string, a *txtar.Archive) *txtar.Archive {
 		add("decode request", decode)
 		requireScans(t, api, decode)
 	}
-	if keeper := dialect.Turns; keeper != nil {
-		keepTurn(t, keeper, pair, a, add)
-	}
 	return got
-}
-
-// setTurn sets the pair's last turn, if the prompt continues it.
-func setTurn(t *testing.T, d *Turns, api openai.API, last, ids []byte, pair *Pair) {
-	kept, _, err := readTurn(d, pair, last, false)
-	require.NoError(t, err)
-	text, err := kept.Marshal()
-	require.NoError(t, err)
-	kept, err = UnmarshalTurn(text)
-	require.NoError(t, err)
-	prompt, ok := openai.TokenIDs(nil, ids)
-	require.True(t, ok)
-	if d.Takes(api, api == openai.Completions) && kept.Begins(prompt) {
-		pair.Turn, pair.TurnIDs = kept, ids
-	}
-}
-
-// readTurn returns the stored turn of D's answer, and the client's answer.
-func readTurn(d *Turns, pair *Pair, answer []byte, stream bool) (turn *Turn, clients []byte, err error) {
-	a := openai.TurnAnswer{Kept: func(params []byte, ids []uint32) { turn, err = d.Read(params, ids, &pair.Decode) }}
-	if !stream {
-		out, fault := a.Whole(nil, answer)
-		return turn, out, errors.Join(err, fault)
-	}
-	var events openai.Events
-	each := func(event []byte) { clients = a.Event(clients, event) }
-	fault := events.Feed(answer, each)
-	events.End(each)
-	return turn, clients, errors.Join(err, fault)
-}
-
-// keepTurn adds the results of D's answer.
-func keepTurn(t *testing.T, d *Turns, pair *Pair, a *txtar.Archive, add func(string, []byte)) {
-	for _, name := range []string{"decode answer", "decode answer, streamed"} {
-		data := section(a, name)
-		if data == nil {
-			continue
-		}
-		add(name, data)
-		turn, clients, err := readTurn(d, pair, data, strings.HasSuffix(name, "streamed"))
-		add(strings.TrimPrefix(name, "decode "), bytes.TrimSuffix(clients, []byte("\n")))
-		switch {
-		case err != nil:
-			add("not kept", []byte(err.Error()))
-		case turn == nil:
-			add("not kept", []byte("the answer does not say where its KV is"))
-		default:
-			text, err := turn.Marshal()
-			require.NoError(t, err)
-			add("kept", text)
-		}
-	}
 }
 
 // completed returns the body of a completion for D, which is made from the client's.

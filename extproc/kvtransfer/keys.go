@@ -124,14 +124,14 @@ func newKey(secret [32]byte) (key, error) {
 // macBytes is the length of what Sign adds: the key's id, and HMAC-SHA256 cut to 128 bits.
 const macBytes = 4 + 16
 
-// Sign appends text to dst, behind a code that only who has the key can make for this text and this purpose. It
+// Sign appends text to dst, behind a code for this text and purpose that only the owner of the key can make. It
 // implements [redisstore.Signer] together with Genuine.
 func (k *Keys) Sign(dst []byte, purpose string, text []byte) []byte {
 	first := &(*k.ring.Load())[0]
 	return append(first.sum(append(dst, first.id[:]...), purpose, text), text...)
 }
 
-// Genuine returns the text in what Sign made, under any of the keys, for this purpose.
+// Genuine returns the text that Sign has signed for this purpose, under any of the keys.
 func (k *Keys) Genuine(purpose string, signed []byte) (text []byte, ok bool) {
 	if len(signed) < macBytes {
 		return nil, false

@@ -22,8 +22,8 @@ type mooncake struct{ nixl nixl }
 
 func newMooncake() mooncake { return mooncake{newNIXL(false)} }
 
-// mooncakeDialect does not cancel P's leg: if a client leaves, D frees its blocks only when P has sent them.
-// Cancelling P's leg left 488 of a D's 511 blocks allocated for good (10 aborts, vLLM 0.32.0).
+// mooncakeDialect does not cancel P's leg: if a client leaves, D frees its blocks only when P has sent them. When P's
+// legs were cancelled, 488 of D's 511 blocks stayed allocated for ever (10 aborts, vLLM 0.32.0).
 func mooncakeDialect(*Options) (Dialect, error) {
 	d := newMooncake()
 	return Dialect{
@@ -133,8 +133,8 @@ func (mooncake) ReadAnswer(body, _ []byte) (Answer, Peer, error) {
 	return Answer{PromptTokens: scanned.PromptTokens, CachedTokens: scanned.CachedTokens}, Peer{}, nil
 }
 
-// stoppedEarly returns the finish reason of an answer's choice, unless it is the one of a limit of one token:
-// "length", in messages "max_tokens", in responses "incomplete".
+// stoppedEarly returns why an answer's choice ended, unless its limit of one token was the reason: "length", in
+// messages "max_tokens", in responses "incomplete".
 func stoppedEarly(body []byte) string {
 	var answer struct {
 		Choices []struct {

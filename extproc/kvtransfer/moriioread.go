@@ -55,12 +55,9 @@ type pullMember struct {
 	is   func(value []byte) bool
 }
 
-func isTrue(value []byte) bool { return string(value) == "true" }
-func isText(value []byte) bool { return checkText(nil, value) == nil }
-func isBlockIDs(value []byte) bool {
-	_, _, err := checkBlockIDs(value)
-	return err == nil
-}
+func isTrue(value []byte) bool     { return string(value) == "true" }
+func isText(value []byte) bool     { return checkText(nil, value) == nil }
+func isBlockIDs(value []byte) bool { return checkBlockIDs(value) == nil }
 
 // readPullAnswer reads P's answer with status 200 and returns its object, checked and verbatim except an address that
 // is only valid on P's machine.

@@ -48,11 +48,6 @@ func nixlDialect(o *Options) (Dialect, error) {
 	if out.Lease = cmp.Or(o.Lease, standstill.DefaultLease); o.Clocks != nil {
 		out.Expiry = &Expiry{Clocks: o.Clocks, Lease: out.Lease}
 	}
-	if o.Bidirectional {
-		d := nixlTurns{d}
-		out.Prefill, out.Turns = d.Prefill,
-			&Turns{TTL: cmp.Or(max(o.TurnTTL, 0), DefaultTurnTTL), Takes: d.Takes, Read: d.ReadTurn}
-	}
 	return out, nil
 }
 
@@ -132,7 +127,7 @@ func (a *Answer) readNIXL(params []byte, pair *Pair) error {
 	return nil
 }
 
-// These errors do not count against a prefill endpoint: another one of its release would answer the same.
+// These errors do not count against a prefill endpoint: any other one of its release would give the same answer.
 var (
 	// vLLM 0.9.2 counts full blocks only, so a prompt shorter than a block has none. Sending it on is harmless there,
 	// but kills later releases.
@@ -184,21 +179,15 @@ type pull struct {
 	host                    []byte
 	hostAt                  int // where host starts in raw
 	numTokens, cachedTokens []byte
-	expires                 bool // it has an expiry time of the blocks
 	engine, expiry          []byte
-	expiryAt, port          int  // where expiry starts in raw
-	turn                    bool // it comes from a D that keeps an answer (turn.go): the two do_ members are swapped
-	groups, blocks          int  // lists of block ids, and ids in them
+	expiryAt, port          int // where expiry starts in raw
 }
 
 // readPull checks the members that D depends on. vLLM 0.32.0 as run: a lone do_remote_prefill, string ids or missing
 // members kill the decode engine, at once or when its client leaves; wrong numbers make it read another request's
 // blocks.
-func readPull(raw []byte) (pull, error) { return readParams(raw, false) }
-
-// readParams is readPull, also for the object of a D that keeps an answer.
-func readParams(raw []byte, turn bool) (pull, error) {
-	p := pull{raw: raw, turn: turn}
+func readPull(raw []byte) (pull, error) {
+	p := pull{raw: raw}
 	if len(raw) > MaxParamsBytes {
 		return p, fmt.Errorf("%d bytes, more than %d", len(raw), MaxParamsBytes)
 	}
@@ -213,10 +202,7 @@ func readParams(raw []byte, turn bool) (pull, error) {
 	if c.i != len(raw) {
 		return p, fmt.Errorf("at byte %d: %w", c.i, errNotJSON)
 	}
-	if turn && seen&memberDecode == 0 {
-		return p, errors.New("do_remote_decode is missing")
-	}
-	return p, (seen &^ memberDecode).missing()
+	return p, seen.missing()
 }
 
 // pullMembers are the required members, as bits.
@@ -229,8 +215,7 @@ const (
 	memberRequest
 	memberHost
 	memberPort
-	memberDecode // only of a turn
-	allMembers   = memberDecode - 1
+	allMembers = 1<<iota - 1
 )
 
 // missing returns an error for the first absent member; remote_request_id comes last, since only it is optional in old
@@ -258,18 +243,15 @@ func (p *pull) member(seen *pullMembers, key, value []byte, at int) error {
 	var err error
 	switch string(key) {
 	case "do_remote_prefill":
-		is, err = memberPrefill, p.flag(key, value, !p.turn)
-	case "do_remote_decode":
-		if p.turn {
-			is, err = memberDecode, p.flag(key, value, true)
+		if is = memberPrefill; !isTrue(value) {
+			err = refuse(key, value, "true")
 		}
 	case "remote_block_ids":
 		is = memberBlocks
-		if string(value) == simulatorBlocks && !p.turn {
-			p.groups, p.blocks = 1, 1
+		if string(value) == simulatorBlocks {
 			break
 		}
-		if p.groups, p.blocks, err = checkBlockIDs(value); err != nil && !errors.Is(err, errNoBlocks) {
+		if err = checkBlockIDs(value); err != nil && !errors.Is(err, errNoBlocks) {
 			err = fmt.Errorf("remote_block_ids: %w", err)
 		}
 	case "remote_engine_id":
@@ -289,7 +271,7 @@ func (p *pull) member(seen *pullMembers, key, value []byte, at int) error {
 		if p.expiry != nil {
 			return fmt.Errorf("%s is there twice", key)
 		}
-		p.expires, p.expiry, p.expiryAt = string(value) != "null", value, at
+		p.expiry, p.expiryAt = value, at
 	case "remote_num_tokens":
 		p.numTokens = value
 	case "remote_prefill_cached_tokens":
@@ -300,13 +282,6 @@ func (p *pull) member(seen *pullMembers, key, value []byte, at int) error {
 	}
 	*seen |= is
 	return err
-}
-
-func (*pull) flag(key, value []byte, want bool) error {
-	if text := strconv.FormatBool(want); string(value) != text {
-		return refuse(key, value, text)
-	}
-	return nil
 }
 
 // refuse returns an error for a member of the wrong kind. It quotes the value shortened, for logs.
@@ -349,34 +324,32 @@ func digits(b []byte, i int) (n int64, end int) {
 // checkBlockIDs accepts a list of block ids (to 0.17) or a list of such lists, one for each KV cache group (from 0.18),
 // with at least one id in all. vLLM's block tables are int32, so ids are from 0 to 2^31-1; a negative one would count
 // from the end.
-func checkBlockIDs(value []byte) (groups, ids int, err error) {
+func checkBlockIDs(value []byte) error {
 	c := cursor{b: value}
 	if !c.take('[') {
-		return 0, 0, errors.New("not a list")
+		return errors.New("not a list")
 	}
 	c.space()
 	nested := c.at('[')
+	ids := 0
 	for first := true; ; first = false {
 		more, err := c.next(first, ']')
 		if err != nil {
-			return groups, ids, err
+			return err
 		}
 		if !more {
 			break
 		}
 		n, err := c.element(nested)
 		if err != nil {
-			return groups, ids, err
+			return err
 		}
-		groups, ids = groups+1, ids+n
-	}
-	if !nested {
-		groups = 1
+		ids += n
 	}
 	if ids == 0 {
-		return groups, 0, errNoBlocks
+		return errNoBlocks
 	}
-	return groups, ids, nil
+	return nil
 }
 
 // element reads a block id, or a list of them, and returns their number.

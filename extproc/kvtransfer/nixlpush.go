@@ -26,8 +26,8 @@ type nixlPush struct{ nixl nixl }
 func newNIXLPush() nixlPush { return nixlPush{newNIXL(false)} }
 
 // nixlPushDialect is nixl for a P that is not known yet. It does not cancel P's leg, for mooncake's reason: 488 of 511
-// blocks stayed allocated for good after 10 aborts (0.32.0). If P failed but lives, sending the same leg again with
-// the same x-request-id freed them.
+// blocks stayed allocated for good after 10 aborts (0.32.0). If P failed but is alive, sending the same leg again with
+// the same x-request-id frees them.
 func nixlPushDialect(*Options) (Dialect, error) {
 	d := newNIXLPush()
 	out := d.nixl.dialect()

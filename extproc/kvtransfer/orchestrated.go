@@ -13,8 +13,8 @@ import (
 //   - the whole answer under key (disagg_prefill_resp: AIBrix pd/transfer/nixl.go for Neuron, production-stack PR
 //     777); P's request differs only in its limits.
 //   - P's kv_transfer_params under that name, unread except a remote_host that is valid only on P's machine
-//     (production-stack as merged, disaggregated_prefill_orchestrated); P's request is that of NIXL. This is for
-//     engines whose parameters are not NIXL's; if they are, nixl checks them.
+//     (production-stack as merged, disaggregated_prefill_orchestrated); P's request is that of NIXL. This dialect is
+//     for engines whose parameters are not NIXL's. If they are, use nixl, which checks them.
 //
 // How an engine reacts to wrong parameters is not known, so D gets nothing that P did not answer.
 type orchestrated struct {

@@ -27,7 +27,7 @@ type Peer struct{ Ranks []Rank }
 type Rank struct {
 	EngineID string // random, and new with every start; of TensorRT-LLM its info endpoint; "": unknown
 	Host     string // of the side channel (NIXL push)
-	Port     int    // likewise; of TensorRT-LLM the rank itself, -1 if it names none
+	Port     int    // of the side channel; of TensorRT-LLM the rank itself, -1 if the engine names none
 	TP, PP   int
 }
 
@@ -103,8 +103,8 @@ func (p *Peers) Lookup(ctx context.Context, e *kvstate.Endpoint) (Peer, bool) {
 	return p.current(e)
 }
 
-// current returns the ranks of an endpoint that were learned after it was last away; the others are zero. false: there
-// is none. The lock is held.
+// current returns the ranks of an endpoint that were learned since it was last away, and zero for other ranks. false:
+// none were. The lock is held.
 func (p *Peers) current(e *kvstate.Endpoint) (Peer, bool) {
 	l, ok := p.known[e.Addr]
 	back := kvstate.Back(e)

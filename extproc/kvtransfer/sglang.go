@@ -50,7 +50,7 @@ func sglangDialect(*Options) (Dialect, error) {
 
 // StreamsLate holds for the two APIs whose server takes the first event from the scheduler before it answers 200
 // (openai/serving_chat.py:2426 and serving_completions.py:210 of 0.5.23; in 0.5.10 and newer, sglang#21900). In a
-// batch, whose bodies begin with a list of hosts, that event is of one prompt.
+// batch, whose body begins with a list of hosts, that event belongs to only one of the prompts.
 func (sglang) StreamsLate(api openai.API, release string, body []byte) bool {
 	return (api == openai.Chat || api == openai.Completions) &&
 		bytes.HasPrefix(body, []byte(`{"bootstrap_host":"`)) &&

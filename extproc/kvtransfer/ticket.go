@@ -105,14 +105,13 @@ type Ticket struct {
 	// hash of its last text block, under which the prefix index stores the others; 0: it has no full block
 	Prompt uint64
 	Learn  Learn // of a prefill leg
-	// of the hand-over, for D, or the encode leg's result, for P; on a decode leg whose answer is rewritten: how
+	// of the hand-over, for D; the encode leg's result, for P; or, on a decode leg, how its answer is rewritten
 	Params    []byte
 	ParamsRef [16]byte // the name under which Params are stored if they fit no header
 	Cached    int64    // of the prompt, found in P's prefix cache, plus one; 0: unknown
 	Written   int64    // of the prompt, written to P's prefix cache, plus one; 0: unknown
 	Path      string   // the client's, if the leg or the redirect has another; else ""
 	Authority string   // the client's Host; "": unknown
-	Turn      TurnLeg  // if D keeps answers for the next turn
 	Loads     bool     // of a decode leg: its request names KV of Prefill
 	// of a leg to P: the answer is to have a form that one token may not have (openai.Request.Shaped)
 	Shaped     bool
@@ -129,14 +128,6 @@ func (t *Ticket) Clone() Ticket {
 	}
 	out.Excluded = append([]string(nil), t.Excluded...)
 	return out
-}
-
-// TurnLeg describes a request's part in its conversation, if D keeps blocks for the next turn (turn.go).
-type TurnLeg struct {
-	Conversation [16]byte // the name under which the turn is stored; zero: it is not
-	OwnIDs       bool     // the client asked for token ids itself
-	Named        bool     // of a prefill leg: P's request names the last turn
-	Answers      bool     // of a decode leg: D's answer describes the blocks that it keeps
 }
 
 // Learn is what is needed to learn a prompt's tokens from P's answer, by whichever replica sees it.
@@ -192,10 +183,6 @@ const (
 	fieldLearnBytes         protowire.Number = 33
 	fieldLearnLoRA          protowire.Number = 34
 	fieldLearnSalt          protowire.Number = 35
-	fieldConversation       protowire.Number = 60
-	fieldOwnIDs             protowire.Number = 61
-	fieldTurnNamed          protowire.Number = 62
-	fieldTurnAnswers        protowire.Number = 63
 	fieldLoads              protowire.Number = 64
 	fieldLeastBytes         protowire.Number = 65
 	fieldAnswerTokens       protowire.Number = 66
@@ -210,7 +197,7 @@ const (
 	fieldEditText  protowire.Number = 3
 )
 
-// Bounds of the fields. Tickets are authentic, but whoever steals a key must not be able to exhaust memory.
+// Bounds of the fields. Tickets are authentic, but a stolen key must not let anybody exhaust memory.
 const (
 	maxExcluded = 64
 	maxEdits    = 1024
@@ -257,12 +244,6 @@ func appendTicket(b []byte, t *Ticket) []byte {
 	b = appendNumber(b, fieldLearnBytes, uint64(t.Learn.Bytes))
 	b = appendText(b, fieldLearnLoRA, t.Learn.LoRA)
 	b = appendFixed(b, fieldLearnSalt, t.Learn.Salt)
-	if t.Turn.Conversation != ([16]byte{}) {
-		b = appendBytes(b, fieldConversation, t.Turn.Conversation[:])
-	}
-	b = appendNumber(b, fieldOwnIDs, protowire.EncodeBool(t.Turn.OwnIDs))
-	b = appendNumber(b, fieldTurnNamed, protowire.EncodeBool(t.Turn.Named))
-	b = appendNumber(b, fieldTurnAnswers, protowire.EncodeBool(t.Turn.Answers))
 	b = appendNumber(b, fieldLoads, protowire.EncodeBool(t.Loads))
 	b = appendNumber(b, fieldShaped, protowire.EncodeBool(t.Shaped))
 	b = appendNumber(b, fieldLeastBytes, uint64(t.LeastBytes))
@@ -422,8 +403,7 @@ func parseTicket(t *Ticket, b []byte) error {
 func (t *Ticket) setNumber(f protowire.Number, v uint64) error {
 	limit := uint64(1<<63 - 1)
 	switch f {
-	case fieldStage, fieldSplit, fieldStream, fieldStreamUsage, fieldOwnIDs, fieldTurnNamed, fieldTurnAnswers,
-		fieldLoads, fieldShaped:
+	case fieldStage, fieldSplit, fieldStream, fieldStreamUsage, fieldLoads, fieldShaped:
 		limit = 255
 	case fieldRedirects, fieldPrefills, fieldLeastBytes:
 		limit = maxCount
@@ -447,12 +427,6 @@ func (t *Ticket) setNumber(f protowire.Number, v uint64) error {
 		t.Stream = v != 0
 	case fieldStreamUsage:
 		t.StreamUsage = v != 0
-	case fieldOwnIDs:
-		t.Turn.OwnIDs = v != 0
-	case fieldTurnNamed:
-		t.Turn.Named = v != 0
-	case fieldTurnAnswers:
-		t.Turn.Answers = v != 0
 	case fieldLoads:
 		t.Loads = v != 0
 	case fieldShaped:
@@ -522,8 +496,6 @@ func (t *Ticket) setText(f protowire.Number, v []byte) error {
 		t.Authority = string(v)
 	case fieldParamsRef:
 		return set16(&t.ParamsRef, v)
-	case fieldConversation:
-		return set16(&t.Turn.Conversation, v)
 	case fieldPackedParams:
 		params, err := packed.Unpack([]byte{}, v, MaxParamsBytes) // keep empty Params apart from nil
 		t.Params = params

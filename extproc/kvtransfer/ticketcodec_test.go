@@ -24,7 +24,7 @@ func plainMessage(t *Ticket) *ticketv1.Ticket {
 		Excluded: t.Excluded, Cause: t.Cause, BodyBytes: uint64(t.BodyBytes), PromptTokens: t.PromptTokens, Session: t.Session, Path: t.Path, Authority: t.Authority, CachedPlusOne: t.Cached, WrittenPlusOne: t.Written,
 		ExpectedCachedTokens: t.ExpectedCached, ExpectedPrefillUs: t.ExpectedPrefill.Microseconds(),
 		Prompt: t.Prompt, LearnBytes: uint64(t.Learn.Bytes), LearnLora: t.Learn.LoRA, LearnSalt: t.Learn.Salt,
-		OwnIds: t.Turn.OwnIDs, TurnNamed: t.Turn.Named, TurnAnswers: t.Turn.Answers, Model: t.Model,
+		Model: t.Model,
 		Loads: t.Loads, LeastBytes: uint32(t.LeastBytes), Shaped: t.Shaped,
 	}
 	if !t.Expires.IsZero() {
@@ -35,9 +35,6 @@ func plainMessage(t *Ticket) *ticketv1.Ticket {
 	}
 	for _, e := range t.Undo {
 		m.Undo = append(m.Undo, &ticketv1.Edit{Start: uint64(e.Start), End: uint64(e.End), Text: e.New})
-	}
-	if t.Turn.Conversation != ([16]byte{}) {
-		m.Conversation = t.Turn.Conversation[:]
 	}
 	if t.ParamsRef != ([16]byte{}) {
 		m.ParamsRef = t.ParamsRef[:]
@@ -75,7 +72,6 @@ func randomTicket(rng *rand.Rand) *Ticket {
 		t.Session, t.Model, t.Path, t.Cached = rng.Uint64(), "sql-adapter", "/v1/chat/completions", rng.Int64N(1<<30)
 		t.Written = rng.Int64N(1 << 30)
 		t.Prompt, t.Learn = rng.Uint64(), Learn{Bytes: rng.IntN(1 << 20), LoRA: "adapter", Salt: rng.Uint64()}
-		t.Turn = TurnLeg{Conversation: [16]byte{byte(rng.IntN(256)), 1}, OwnIDs: rng.IntN(2) == 0, Named: rng.IntN(2) == 0, Answers: rng.IntN(2) == 0}
 		t.Loads, t.LeastBytes = rng.IntN(2) == 0, rng.IntN(4096)
 		t.Shaped = rng.IntN(2) == 0
 		t.Cause, t.PromptTokens, t.ParamsRef = CausePrefill, rng.Int64N(1<<30), [16]byte{3}

@@ -65,7 +65,7 @@ type Options struct {
 	Guard         *guard.Guard
 	Observer      Observer
 	Started       time.Time       // of the server
-	Draining      <-chan struct{} // closed: nobody waits any more
+	Draining      <-chan struct{} // closed when the request no longer waits
 	ShortOfMemory func() bool     // nobody should wait with a body
 }
 
@@ -221,9 +221,10 @@ func (q *Queue) Choose(
 	return r.choice, rested + waited, r.err
 }
 
-// rests are how long a request rests before it is placed again after an endpoint was full, by the redirects that it
-// has spent: a refused prefill leg takes one of the few that Envoy follows, a refused decode leg two. One rest is long,
-// for an endpoint that is full for seconds. Others try the endpoint sooner.
+// rests are how long a request rests before it is placed again after an endpoint was full, by the redirects that it has
+// spent: a refused prefill leg takes one of the few that Envoy follows, a refused decode leg two. One of the rests is
+// long, for an endpoint that is full for seconds. The others are shorter, so that an endpoint that is free sooner is
+// tried sooner.
 var rests = [...]time.Duration{
 	1: 250 * time.Millisecond, 2: time.Second, 3: time.Second, 4: 8 * time.Second, 5: time.Second,
 }
@@ -259,8 +260,8 @@ func (q *Queue) Rest(ctx context.Context, of *plan.Request) (left, rested time.D
 }
 
 // UntilFree chooses again and again while the endpoints for a request are full ([picker.ErrFull]), for as long as
-// requests may wait here and at most until a time. waited is how long it took. On a nil queue it chooses once. It
-// is for pass 2, whose prompt is computed already and which is therefore before all that wait.
+// requests may wait here and at most until a time. waited is how long it took. On a nil queue it chooses once. It is
+// for pass 2: its prompt is already computed, so it goes before all requests that wait.
 func (q *Queue) UntilFree(ctx context.Context, until time.Time, choose func() error) (waited time.Duration, err error) {
 	if err = choose(); q == nil || !errors.Is(err, picker.ErrFull) {
 		return 0, err

@@ -14,8 +14,8 @@ import (
 // (picker/admission/remote.go), but only the replica with the stream can dispatch them.
 
 // publish tells other replicas that a request waits here, or that endpoints hold another part of its prompt than
-// published. A request that waits for its targets is not published, because it blocks no others. Neither is one
-// that only some of the endpoints serve: it would block requests for all the others too.
+// published. A request that waits for its targets is not published, because it blocks no others. A request that only
+// some of the endpoints serve is not published either: it would block all others, too.
 func (q *Queue) publish(r *Waiter) {
 	if r.request.OnMiss == picker.MissWait || r.choosy || len(r.request.Labels) > 0 {
 		return
@@ -58,7 +58,7 @@ func (q *Queue) syncRemote() {
 }
 
 // lookRemote does what look does, for a request of another replica. Its session is unknown here, so it counts as one
-// without. If its replica places it differently for that, it blocks others here only for a short time.
+// without. If its own replica therefore places it differently, it blocks others here only for a short time.
 func (q *Queue) lookRemote(id uint64, v *kvstate.View) *picker.Request {
 	o := q.remote[id]
 	if q.positionsOf != q.pool {

@@ -131,7 +131,7 @@ func (p *parser) event() (e event, ok bool) {
 				p.choice(&e)
 				e.choices++
 			}
-		case "system_fingerprint", "service_tier", "metrics": // vLLM's, which say nothing of the answer
+		case "system_fingerprint", "service_tier", "metrics": // vLLM's own events, which are not part of the answer
 			p.value()
 		default:
 			p.strange(&e)
@@ -146,7 +146,7 @@ func (p *parser) strange(e *event) {
 	e.unknown = e.unknown || len(text) > 2 && (text[0] == '"' || text[0] == '[' || text[0] == '{')
 }
 
-// failure reads what an engine says in place of an answer.
+// failure reads the error that an engine sends in place of an answer.
 func (p *parser) failure(e *event) {
 	if p.bad || p.i >= len(p.b) || p.b[p.i] != '{' {
 		e.failed = !p.isNull(p.value()) || e.failed

@@ -45,7 +45,7 @@ func (p *Policy) Limit() int { return cmp.Or(p.Most, defaultMost) }
 // Soon returns [Policy.DiesWithin], or its default.
 func (p *Policy) Soon() time.Duration { return cmp.Or(p.DiesWithin, defaultDies) }
 
-// maxStop bounds the length of stop strings, in characters: as many places to continue from are remembered.
+// maxStop bounds the length of stop strings, in characters: one place to continue from is remembered for each.
 const maxStop = 256
 
 // Reason says why an answer cannot be continued, as a label value; "": it can.

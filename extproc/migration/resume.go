@@ -58,9 +58,9 @@ func (s *Stream) Ask(r *openai.Request, p *openai.Patch) {
 	}
 }
 
-// AskPrompt adds to a patch of r the prompt's ids with those of the answer, if that is continued: all that an engine
-// needs which only computes the prompt. What a dialect says in kv_transfer_params stays; if it names ids itself, they
-// are those that the engine before was asked with.
+// AskPrompt adds the prompt's ids to a patch of r, and those of the answer if that is continued. An engine that only
+// computes the prompt needs no more. A dialect's kv_transfer_params stay. If they have ids, these are the ones that the
+// previous engine was asked with.
 func (s *Stream) AskPrompt(r *openai.Request, p *openai.Patch) {
 	const member = "prompt_token_ids"
 	switch params := r.Raw(openai.FieldKVTransferParams); {

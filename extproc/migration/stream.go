@@ -168,7 +168,7 @@ func (s *Stream) End(dst []byte) []byte {
 	}
 	switch {
 	case !s.following() || s.broken != "" || s.seen.done:
-	case !s.joined && !s.seen.event: // it has ended, and said nothing: another engine is not asked for that
+	case !s.joined && !s.seen.event: // it has ended without an error: that is no reason to ask another engine
 		s.give(Format)
 	default:
 		s.breakOff(Failed, nil)
@@ -289,8 +289,8 @@ func (s *Stream) pass(dst, raw []byte) []byte {
 	return s.write(dst, raw, &p, &e)
 }
 
-// prove checks that an engine which was asked to continue the answer had the prompt that it was asked with: vLLM tells
-// it in its first event. An engine that ignores the ids (another release) begins the answer anew.
+// prove checks that an engine which was asked to continue the answer had the prompt that it was asked with: vLLM's
+// first event has its ids. An engine that ignores the ids (another release) begins the answer anew.
 func (s *Stream) prove(p *parser, e *event) Reason {
 	if p.isNull(e.prompt) || !sameIDs(p.text(e.prompt), s.prompt, s.ids[:s.base]) {
 		return OtherStart

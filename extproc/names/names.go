@@ -8,8 +8,8 @@ const (
 	HeaderEndpoint = "x-gateway-destination-endpoint" // ip:port; ORIGINAL_DST clusters connect there
 	HeaderLeg      = "x-tandem-leg"                   // the route: one of package plan's legs
 	HeaderTicket   = "x-tandem-ticket"                // sealed state of the request
-	// HeaderOther is set on the leg pass if Envoy is to ask again where another endpoint should be tried. A bootstrap
-	// that does not know it has the request pass all the same.
+	// HeaderOther is set on the leg pass if Envoy is to ask again where another endpoint should be tried. With a
+	// bootstrap that does not know it, the request passes all the same.
 	HeaderOther  = "x-tandem-other"
 	HeaderScheme = "x-tandem-scheme" // https or h2c; absent: http
 	// HeaderServerName is SNI and Host of an https engine; absent: none of its own.
@@ -115,7 +115,7 @@ var FormHeaders = []string{"a-im", "accept-charset", "expect", "if-match", "if-m
 // CodeTicketRefused is the code of the error for a request whose ticket a replica cannot read.
 const CodeTicketRefused = "ticket_refused"
 
-// CodeNoRoute is the code of the error for a request for whose next hop Envoy has no route: its configuration is an
+// CodeNoRoute is the code of the error if Envoy has no route for a request's next hop, because its configuration is an
 // older one.
 const CodeNoRoute = "router_undecided"
 
@@ -133,7 +133,7 @@ const (
 	UsageIn           = "in"          // tokens of the prompt
 	UsageOut          = "out"         // of the answer
 	UsageCached       = "cached"      // of the prompt, found in a cache
-	UsageCacheRead    = "cache_read"  // likewise, which "in" does not count (Anthropic's form)
+	UsageCacheRead    = "cache_read"  // of these, tokens that "in" does not count (Anthropic's form)
 	UsageCacheWritten = "cache_write" // of the prompt, written to a cache, which "in" does not count
 	UsageTotal        = "total"       // all of them, for limits
 )

@@ -12,7 +12,7 @@ type Answer struct {
 	CachedTokens int64  // tokens of the prompt that came from the prefix cache; -1: absent
 	// prompt_token_ids, an array as it stands in the answer; nil: absent or null. Refers to the answer
 	PromptIDs []byte
-	Encoded   []byte // ec_transfer_params of an encode endpoint, likewise
+	Encoded   []byte // ec_transfer_params of an encode endpoint, as it stands in the answer
 	// tokens of the prompt that were newly written to the prefix cache; -1: absent
 	WrittenTokens int64
 }

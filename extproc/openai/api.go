@@ -9,9 +9,9 @@ import (
 // API is one of the request shapes whose bodies are read.
 type API uint8
 
-// The APIs. Models is GET /v1/models, and of one model, whose name may have slashes; PassThrough is every request that
-// goes unchanged to one engine. SGLangGenerate is POST /generate of SGLang; it is read only in pools of SGLang engines,
-// since others may serve something else at that path.
+// The APIs. Models is GET /v1/models, and /v1/models/NAME, whose NAME may have slashes; PassThrough is every request
+// that goes unchanged to one engine. SGLangGenerate is POST /generate of SGLang; it is read only in pools of SGLang
+// engines, since others may serve something else at that path.
 const (
 	PassThrough API = iota
 	Chat

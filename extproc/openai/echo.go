@@ -74,8 +74,8 @@ func valueStart(b []byte, i int) (start int, ok bool) {
 	return start, start < len(b)
 }
 
-// closeGap removes the superfluous comma after a cut: the one behind the member that ended at i, or the one at the end
-// of dst.
+// closeGap removes the superfluous comma after a cut: the one behind the member, which ended at i, or the one at the
+// end of dst.
 func closeGap(dst, b []byte, i int) ([]byte, int) {
 	next := i
 	for next < len(b) && b[next] == ' ' {

@@ -145,16 +145,15 @@ func Trailers() *Error {
 		"trailers after the request body are not supported here; send headers")
 }
 
-// NoUpgrade returns a 426 for a request that asks for another protocol: what a client that can do without
-// WebSockets (Codex: by the status alone, openai/codex#43353) takes as the answer to go on over HTTP. Of such
-// requests only those of gateways that allow upgrades come here; Envoy's own answer to the others has the Upgrade
-// header that RFC 9110 (15.5.22) asks for.
+// NoUpgrade returns a 426 for a request that asks for another protocol: clients that can do without WebSockets go on
+// over HTTP then (Codex does because of the status, openai/codex#43353). Of such requests only those of gateways that
+// allow upgrades come here; The Upgrade header, which RFC 9110 (15.5.22) requires, is added by Envoy's configuration.
 func NoUpgrade() *Error {
 	return &Error{Status: 426, Type: "invalid_request_error", Code: "upgrade_not_supported",
 		Message: "protocol upgrades are not supported here; use plain HTTP"}
 }
 
-// NoBody returns a 400 for a request whose headers are all of it.
+// NoBody returns a 400 for a request without a body.
 func NoBody() *Error {
 	return BadRequest("empty_body", "", "the request has no body; a JSON object is expected")
 }
@@ -180,7 +179,7 @@ func Overloaded(message string, retryAfter time.Duration) *Error {
 	return &Error{Status: 429, Type: "rate_limit_error", Code: "overloaded", Message: message, RetryAfter: retryAfter}
 }
 
-// TargetMissed returns a 429 for a request whose latency targets no endpoint can meet now.
+// TargetMissed returns a 429 for a request if no endpoint can meet its latency targets now.
 func TargetMissed(retryAfter time.Duration) *Error {
 	return &Error{Status: 429, Type: "rate_limit_error", Code: "target_missed", RetryAfter: retryAfter,
 		Message: "no endpoint can answer this request within the time that it wants; try again, or ask for more time"}
@@ -192,7 +191,7 @@ func NotServed() *Error {
 		Message: "this path is not served here"}
 }
 
-// Redirected returns a 502 for an endpoint that sends the client elsewhere.
+// Redirected returns a 502 for an endpoint that answers with a redirect.
 func Redirected() *Error {
 	return &Error{Status: 502, Type: "api_error", Code: "endpoint_redirected",
 		Message: "the endpoint answered with a redirect, which is not followed"}

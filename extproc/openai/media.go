@@ -7,10 +7,10 @@ import (
 	"github.com/cespare/xxhash/v2"
 )
 
-// Medium is a kind of what a prompt has beside text.
+// Medium is a kind of content other than text in a prompt.
 type Medium uint8
 
-// The kinds of media. What they cost an engine has nothing to do with their bytes.
+// The kinds of media. Their cost for an engine does not depend on their size in bytes.
 const (
 	Image Medium = iota
 	Audio
@@ -129,7 +129,7 @@ func (r *Request) isPrompt(m *member) bool {
 	return besidePrompt(r.key(m)) // whose media are left out already
 }
 
-// beside is what was found in a body whose bytes are no text.
+// beside is the part of a body whose bytes are not text.
 type beside struct {
 	api   API
 	top   []byte // the member that is read
@@ -300,7 +300,7 @@ func kindOf(top, name, parent, value []byte) Medium {
 	return NumMedia
 }
 
-// byType returns the kind that a data URI or the beginning of a file says, or otherwise.
+// byType returns the kind of media in a data URI, or at the beginning of a file; otherwise if neither is recognised.
 func byType(value []byte, otherwise Medium) Medium {
 	kind, isData := bytes.CutPrefix(value, []byte("data:"))
 	switch {
@@ -330,8 +330,8 @@ func isBase64(value []byte) bool {
 	return len(value) > 0
 }
 
-// blocks is the number of blocks that a medium has in the hashes of a prompt: as a text of about as many tokens.
-// It is fixed, because hashes are the same in all processes.
+// blocks is the number of blocks that a medium has in the hashes of a prompt: as many as a text of about the same
+// number of tokens. It is fixed, because hashes are the same in all processes.
 func (m *medium) blocks() int {
 	switch m.kind {
 	case Image, File:

@@ -8,9 +8,9 @@ import (
 
 // Patch plans changes of a scanned body. The zero value is ready; Reset reuses all memory.
 //
-// Existing members keep their place and get a new value. New members are inserted directly after the opening brace,
-// all of them in one edit, which is then the first of [Patch.Edits] but for that of [Patch.Own]. Nothing else moves. If
-// a member is changed twice, the last change counts.
+// Existing members keep their place and get a new value. New members are inserted directly after the opening brace, all
+// in one edit, which comes first in [Patch.Edits] except for the edit of [Patch.Own]. Nothing else moves. If a member
+// is changed twice, the last change counts.
 //
 // The body must not have a changed member twice, and control members must be cut before ([Request.Clean]).
 type Patch struct {
@@ -161,7 +161,7 @@ func (p *Patch) appendEdits(edits Edits, c *changes, s scope, open int) Edits {
 		if !followed && (!own || !slices.ContainsFunc(c.new, func(n insert) bool { return !n.own })) {
 			to-- // remove the last comma too
 		}
-		// what stays in an object that has nothing else would leave a comma behind when the rest is undone
+		// in an object with no other members, what stays would leave a comma behind when the rest is undone
 		edits = append(edits, Edit{Start: open + 1, End: open + 1, New: p.front[from:to:to], Keep: own && followed})
 	}
 	members := p.r.members[s]

@@ -86,29 +86,6 @@ func (r *Request) PromptIDs() []byte {
 	return raw
 }
 
-// PromptIsAll reports whether the engine builds the prompt from the prompt's member alone: a chat of text, without
-// tools or truncation.
-func (r *Request) PromptIsAll() bool {
-	for i := range r.members[scopeTop] {
-		if m := &r.members[scopeTop][i]; string(r.key(m)) == "truncate_prompt_tokens" && present(r.text(m)) {
-			return false
-		}
-	}
-	for message := range elements(r.Raw(FieldMessages)) {
-		for key, content := range pairs(message) {
-			if string(key) != "content" {
-				continue
-			}
-			for part := range elements(content) {
-				if part[0] != '"' && !isText(part) {
-					return false
-				}
-			}
-		}
-	}
-	return true
-}
-
 // PromptHash appends the hashes of the prompt's leading blocks to dst: each covers its block and everything before it.
 // Blocks are blockBytes of the prompt member's raw bytes, full ones only, at most maxBlocks of them. Every hash also
 // covers the members that a chat template renders in front, or that keep caches apart (model, tools, system, salt,
@@ -121,7 +98,7 @@ func (r *Request) PromptIsAll() bool {
 // What engines do not render is left out (unrendered.go): marks that say what to cache move with each turn.
 //
 // A medium has blocks of its own, which cover it as a whole: an engine computes nothing of two images that merely begin
-// alike. It has as many as a text of its tokens, so that blocks and tokens keep their proportion.
+// alike. It has as many blocks as a text of the same number of tokens, so that blocks and tokens keep their proportion.
 func (r *Request) PromptHash(dst []uint64, blockBytes, maxBlocks int) []uint64 {
 	h := xxhash.Sum64String(r.model)
 	for i, f := range [...]Field{FieldCacheSalt, FieldTools, FieldSystem, FieldInstructions, FieldReasoningEffort,

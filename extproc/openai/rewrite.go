@@ -130,8 +130,8 @@ func (c CachedTokens) appendObject(dst, object []byte) []byte {
 	})
 }
 
-// messagesUsage rewrites the usage of /v1/messages, whose input_tokens counts the tokens that were neither found in
-// the cache nor written to it. ok is false for the usage of other APIs.
+// messagesUsage rewrites the usage of /v1/messages. Its input_tokens counts only tokens that were neither found in the
+// cache nor written to it. ok is false for the usage of other APIs.
 func (c CachedTokens) messagesUsage(usage []byte) (out []byte, ok bool) {
 	if len(usage) == 0 || usage[0] != '{' || !bytes.Contains(usage, []byte(`"cache_read_input_tokens"`)) {
 		return nil, false

@@ -120,8 +120,8 @@ func (x *Pass) ask() picker.Request {
 // reportTick is how often a request that waits for an engine's report looks for it.
 const reportTick = 20 * time.Millisecond
 
-// pick is [Pass.pickNow]. If there is no pair for a request that needs one, because an engine has yet to say what it
-// is, the request waits for that: for some seconds at most.
+// pick is [Pass.pickNow]. If a request needs a pair and there is none because an engine has not reported yet what it
+// is, the request waits for the report, for some seconds at most.
 func (x *Pass) pick(ctx context.Context, r *picker.Request) (c picker.Choice, err error) {
 	c, err = x.pickNow(ctx, r)
 	var until time.Time
@@ -151,8 +151,8 @@ func (x *Pass) pick(ctx context.Context, r *picker.Request) (c picker.Choice, er
 	return c, err
 }
 
-// awaited returns an endpoint that could be one of the pair that a request lacks, once its engine has said what it is;
-// nil: there is none.
+// awaited returns an endpoint that could be part of the pair that a request lacks, as soon as its engine has reported
+// what it is; nil: there is none.
 func (x *Pass) awaited(r *picker.Request, c *picker.Choice, err error) *kvstate.Endpoint {
 	if !r.Split || !errors.Is(err, picker.ErrNoEndpoint) && (err != nil || c.Prefill >= 0 || !r.MustPair) {
 		return nil
@@ -167,7 +167,7 @@ func (x *Pass) awaited(r *picker.Request, c *picker.Choice, err error) *kvstate.
 	return nil
 }
 
-// untilReport waits until an endpoint's engine has said what it is. It returns false if nothing was waited for: the
+// untilReport waits until an endpoint's engine has reported what it is. It returns false if nothing was waited for: the
 // client has left, the replica ends, or the time is over.
 func (x *Pass) untilReport(ctx context.Context, e *kvstate.Endpoint, until time.Time) bool {
 	over, tick := time.NewTimer(time.Until(until)), time.NewTicker(reportTick)
@@ -233,8 +233,8 @@ func (x *Pass) pickNow(ctx context.Context, r *picker.Request) (c picker.Choice,
 	return c, err
 }
 
-// chooseOnceFree chooses from the endpoints as they are now and, while those that may have the request are full, again,
-// until a time at most.
+// chooseOnceFree chooses from the endpoints as they are now. While those that may get the request are full, it chooses
+// again, until a time at most.
 func (x *Pass) chooseOnceFree(ctx context.Context, until time.Time, choose func() error) error {
 	waited, err := x.policy.queue.UntilFree(ctx, until, func() error {
 		x.look()

@@ -102,12 +102,12 @@ func reserveRoom(ctx context.Context, x *Pass, d *plan.Decision) (_ *plan.Decisi
 	}
 }
 
-// tooMuch reports whether a new request at an engine of both roles leaves too little room there. In a queue requests
-// are chosen one after the other; what is known to have no room goes there all the same.
+// tooMuch reports whether a new request at an engine of both roles leaves too little room there. With a queue, requests
+// are chosen one after the other, so this cannot happen. A request for which no endpoint has room is sent all the same.
 func tooMuch(x *Pass, d *plan.Decision) bool {
 	isBoth := func(e *kvstate.Endpoint) bool { return e != nil && e.Role&kvstate.RoleBoth == kvstate.RoleBoth }
 	if x.policy.queue != nil || x.choice.NoRoom || x.want.way != oneByOne || x.Req.Attempt.Redirects > 0 ||
-		d.Report.Route == "" || x.Req.LastTurn != nil || !isBoth(d.Decode.Endpoint) && !isBoth(d.Prefill.Endpoint) {
+		d.Report.Route == "" || !isBoth(d.Decode.Endpoint) && !isBoth(d.Prefill.Endpoint) {
 		return false
 	}
 	x.shared.State.View(d.Pool, nil, &x.reserved)
@@ -175,8 +175,7 @@ func Side(pool *kvstate.Pool, addr string) kvtransfer.Side {
 
 // Held has the reservations of one pass of a request: at the prefill endpoint, and at the decode endpoint or that of
 // any other single hop; 0: none. Code that learns of the pass's end makes it from the pass's ticket ([HeldBy]) or,
-// without one, from the request's name and the number of the pass ([Shared.Held]). Each is released once, whoever is
-// first.
+// without one, from the request's name and the number of the pass ([Shared.Held]). Releasing one again does nothing.
 type Held struct{ Prefill, Decode kvstate.ReservationID }
 
 // HeldBy returns what the pass of a ticket has reserved, at this replica or another one.
@@ -219,7 +218,7 @@ func (s *Shared) Bar(h Held) {
 	s.State.Bookings.End(h.Decode)
 }
 
-// Revoke releases what this replica has reserved for any pass of a request whose ticket nobody can read.
+// Revoke releases what this replica has reserved for any pass of a request, if its ticket cannot be read.
 func (s *Shared) Revoke(name string) {
 	for pass := range s.Limits.MaxRedirects + 1 {
 		s.Release(s.Held(name, pass))

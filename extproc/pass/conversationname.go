@@ -8,10 +8,10 @@ import (
 	"tandem/extproc/openai"
 )
 
-// Many clients name their conversations. A name says which of a client's own conversations was written anew, as
-// when it is compacted: a prompt then continues none of those that engines hold, and what they hold of the one
-// before is of no use. Names say nothing else; prompts decide (package residency). A name's hash has what tells
-// clients apart, their key and the header of their tenant, so that nobody's name is that of another's conversation.
+// Many clients name their conversations. A name shows which of a client's conversations was rewritten, for example
+// compacted: its prompt then continues none that engines hold, and what they hold of the old version is of no use.
+// Names are used for nothing else: prompts decide (package residency). The hash of a name includes the client's key and
+// its tenant's header, so that no client can name the conversation of another one.
 
 // conversationHeaders returns headers with the name of a conversation, and after some what tells apart those that
 // share it: of Claude Code (code.claude.com, LLM gateway protocol) with its subagents, Dynamo 1.6

@@ -10,20 +10,16 @@ import (
 	"tandem/kvstate"
 )
 
-// readChosen reads what is stored of the endpoints that were chosen.
+// readChosen reads what is known of the engines that were chosen for two legs at once.
 func (x *Pass) readChosen(ctx context.Context) {
-	if x.choice.Prefill < 0 {
+	w := &x.want
+	if x.choice.Prefill < 0 || w.way != atOnce {
 		return
 	}
-	switch w := &x.want; {
-	case w.way == oneByOne && x.policy.Handoff == plan.HandoffEnvoy:
-		conversation{x}.read(ctx)
-	case w.way == atOnce:
-		p, d := x.view.Endpoints[x.choice.Prefill].Endpoint, x.view.Endpoints[x.choice.Decode].Endpoint
-		w.legs = kvtransfer.Legs{ID: plan.NewID(), RequestID: x.ID, Prefill: p, Decode: d}
-		if peers := x.policy.Peers; peers != nil {
-			w.legs.Peer, _ = peers.Lookup(guard.With(ctx, x.shared.Guard), p)
-		}
+	p, d := x.view.Endpoints[x.choice.Prefill].Endpoint, x.view.Endpoints[x.choice.Decode].Endpoint
+	w.legs = kvtransfer.Legs{ID: plan.NewID(), RequestID: x.ID, Prefill: p, Decode: d}
+	if peers := x.policy.Peers; peers != nil {
+		w.legs.Peer, _ = peers.Lookup(guard.With(ctx, x.shared.Guard), p)
 	}
 }
 

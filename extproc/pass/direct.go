@@ -42,8 +42,8 @@ type prefillCall struct {
 	decision *plan.Decision
 }
 
-// complete asks P to compute the prompt, and completes the decision. If no prefill succeeds, D
-// computes the prompt, for which it is reserved anew: held is D's reservation.
+// complete asks P to compute the prompt, and completes the decision. If no prefill succeeds, D computes the prompt, and
+// is reserved again for that work: held is D's reservation.
 func (k prefillCall) complete(ctx context.Context, held kvstate.ReservationID) (kvstate.ReservationID, error) {
 	x, d := k.pass, k.decision
 	edits, err := k.prefill(ctx)
@@ -117,7 +117,7 @@ func (k prefillCall) prefill(ctx context.Context) (openai.Edits, error) {
 	}
 }
 
-// errDecodeDecides: P has refused the request in a way that says nothing of the client's own body.
+// errDecodeDecides: P has refused the request, but perhaps not because of the client's own body.
 var errDecodeDecides = errors.New("prefill refused what it was sent: decode alone decides")
 
 // once makes one prefill call, from the reservation to the parameters. An error that wraps *openai.Error is the
@@ -201,8 +201,8 @@ func (k prefillCall) failed(e *kvstate.Endpoint, a *Answer, took time.Duration, 
 	return fmt.Errorf("status %d", a.Code)
 }
 
-// post sends a body to an endpoint, on the client's path, and reads the answer. If that breaks off, err says so, and
-// the answer has its status.
+// post sends a body to an endpoint, on the client's path, and reads the answer. If the answer breaks off, it has its
+// status, and err is not nil.
 func (k prefillCall) post(ctx context.Context, e *kvstate.Endpoint, body []byte) (a Answer, err error) {
 	x, client := k.pass, k.pass.shared.direct.client
 	// the client's own key, or none: Tandem's is not for clients

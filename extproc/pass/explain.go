@@ -34,7 +34,7 @@ type Explanation struct {
 	Remote  int     `json:"remote,omitempty"`             // requests known to wait in other replicas
 }
 
-// Explain returns where a request with so many uncached prompt tokens would be placed in a pool now: every endpoint
+// Explain returns where a request with that many uncached prompt tokens would be placed in a pool now: every endpoint
 // with its price, or why it is excluded. It reserves nothing.
 func (s *Shared) Explain(poolName string, promptTokens int64) (e Explanation, err error) {
 	pool := s.State.Pool(poolName)
@@ -86,7 +86,7 @@ func noPool(state *kvstate.State, name string) error {
 	return fmt.Errorf("there is no pool %q; there are: %s", cmp.Or(name, "for any model"), strings.Join(names, ", "))
 }
 
-// strange reports whether requests cannot be split with a prefill endpoint because nobody knows yet who its engine is.
+// strange reports whether requests cannot be split with a prefill endpoint because its engine is not known yet.
 func (p *Policy) strange(ctx context.Context, prefill *kvstate.Endpoint) bool {
 	if p.Peers == nil || p.Dialect.Prefill != nil || prefill == nil {
 		return false

@@ -3,6 +3,7 @@ package pass
 import (
 	"bytes"
 	"math"
+	"math/rand/v2"
 	"strconv"
 	"strings"
 	"time"
@@ -44,15 +45,68 @@ func (h *Head) extra(name string) []byte {
 	return h.More.Extra(name)
 }
 
+// Arrival is what a transport knows of a request, besides its head, before it reads the body.
+type Arrival struct {
+	Upgrade bool   // the client asks for another protocol
+	Ended   bool   // nothing follows the head
+	Length  []byte // content-length; trailers may follow a body of length 0
+	Reads   bool   // if the request is one that is never split: its body is read
+	Unfit   error  // the head is too large for a request that is split; nil: it is not
+}
+
+// Admit returns the API of a request to a transport that carries out both hops, or refuses what can be refused before
+// its body is read.
+func (s *Shared) Admit(h *Head, a Arrival) (openai.API, error) {
+	if a.Upgrade {
+		return openai.PassThrough, openai.NoUpgrade()
+	}
+	api := s.API(h)
+	switch api {
+	case openai.Models:
+		return api, nil
+	case openai.PassThrough:
+		return api, s.AdmitOther(h, a)
+	}
+	if err := openai.CheckHeaders(string(h.ContentType), string(h.ContentEncoding)); err != nil {
+		return api, err
+	}
+	if a.Unfit != nil {
+		return api, a.Unfit
+	}
+	if a.Ended || string(a.Length) == "0" {
+		return api, openai.NoBody()
+	}
+	return api, nil
+}
+
+// AdmitOther is Admit for a request that is never split.
+func (s *Shared) AdmitOther(h *Head, a Arrival) error {
+	if !s.Serves(string(h.Method), string(h.Path)) {
+		return openai.NotServed()
+	}
+	if a.Ended {
+		return nil
+	}
+	return openai.CheckOther(string(h.ContentType), string(h.ContentEncoding), a.Reads)
+}
+
+// Name returns the id of a request: the client's own if it is valid, else a new one.
+func Name(sent string) (id string, made bool) {
+	if openai.RequestID(sent) {
+		return sent, false
+	}
+	return openai.NewRequestID(rand.Uint64(), rand.Uint64()), true
+}
+
 // Target is a header with a time, and its name for errors.
 type Target struct {
 	Name  string
 	Value []byte
 }
 
-// Objectives are priorities and latency targets of a pool's requests. Requests state them in headers. These count
-// only if the pool accepts them, or if a gateway sets them (the Endpoint Picker protocol), because whoever sets
-// them can delay others.
+// Objectives are priorities and latency targets of a pool's requests. Requests state them in headers. These count only
+// if the pool accepts them, or if a gateway sets them (the Endpoint Picker protocol), because they can delay other
+// requests.
 type Objectives struct {
 	FromHeaders bool
 	Default     Objective     // of requests without headers

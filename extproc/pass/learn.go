@@ -25,8 +25,8 @@ type Answer struct {
 	Load                []byte // that the engine reports with it (ORCA)
 	NoMemory            bool   // Body is not all, because there was no memory for it
 	Inline              bool   // it came with pass 2
-	Unsure              bool   // inside Envoy: another endpoint than the one that was asked may have given it
-	Absent              bool   // likewise: another one has given it
+	Unsure              bool   // inside Envoy: it may come from another endpoint than the one that was asked
+	Absent              bool   // inside Envoy: it comes from another endpoint
 	Cut, Overdue        bool   // inside Envoy: it broke off after it had begun, or did not come in time
 }
 
@@ -39,7 +39,7 @@ type Prefilled struct {
 	ids    []uint32 // scratch for token ids
 }
 
-// Cut counts an answer of P's whose rest will not come: P has finished, and nobody can name the blocks that it keeps.
+// Cut counts an answer of P's whose rest will not come: P has finished, but the blocks that it keeps are not known.
 func (s *Shared) Cut(t *kvtransfer.Ticket) {
 	if policy, _ := s.Policy(t.Pool); policy.Dialect.Prefill != nil {
 		s.Reclaim.Left(t, reclaim.AnswerCut)

@@ -50,8 +50,8 @@ type Options struct {
 	Limits      plan.Limits
 	HandOverTTL time.Duration        // lifetime of KV parameters after P's answer, a third of their lease at most
 	Gateway     *plan.GatewayOptions // not nil: gateways ask, which set the headers of objectives
-	// Inside: the transport keeps a request's tickets in memory between its passes. They are not sealed, and nobody
-	// else can have them, so none is consumed.
+	// Inside: the transport keeps a request's tickets in memory between its passes. They are not sealed and never leave
+	// the process, so none is consumed.
 	Inside bool
 }
 
@@ -177,8 +177,8 @@ func (x *Pass) Gateway(
 	return x.plan(ctx)
 }
 
-// plan chooses endpoints for a request that was read, and decides. If the legs that were to run at once cannot, it
-// does so once more, for one endpoint.
+// plan chooses endpoints for a request that was read, and decides. If the legs were to run at once and cannot, it
+// chooses once more, for one endpoint.
 func (x *Pass) plan(ctx context.Context) (*plan.Decision, error) {
 	for {
 		if err := x.choose(ctx); err != nil {

@@ -282,9 +282,9 @@ func (x *Pass) scan(api openai.API) error {
 	return nil
 }
 
-// scanOther reads a form for its model, and a JSON body of another API for that and for members that a client must
-// not send: engines accept chat requests on more paths than the well-known ones. Ambiguous JSON is refused. JSON that
-// is not an object has neither model nor members; the engine validates it.
+// scanOther reads the model from a form or from a JSON body of another API, and cuts members that a client must not
+// send from the latter: engines accept chat requests on more paths than the well-known ones. Ambiguous JSON is refused.
+// JSON that is not an object has neither model nor members; the engine validates it.
 func (x *Pass) scanOther() (model string, err error) {
 	kind := string(x.Head.ContentType)
 	x.Req.Size = kvstate.PromptSize{Text: x.size()}

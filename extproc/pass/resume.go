@@ -15,7 +15,7 @@ import (
 	"tandem/kvstate"
 )
 
-// Returns checks the body that came with a ticket: it is the one that the ticket's leg was sent.
+// Returns checks that the body that came with a ticket is the one that was sent to the ticket's leg.
 func (x *Pass) Returns(t *kvtransfer.Ticket) error {
 	if x.size() != t.BodyBytes {
 		return fmt.Errorf("the body of pass 2 has %d bytes, its leg was sent %d", x.size(), t.BodyBytes)
@@ -87,8 +87,8 @@ func (x *Pass) restoreBody(t *kvtransfer.Ticket) {
 	x.Body.Rewrite(t.Undo.Len(len(leg)), func(to []byte) []byte { return t.Undo.Apply(to, leg) })
 }
 
-// decode plans the decode leg with the KV parameters from prefill's answer. If the request is refused, nobody fetches
-// the KV; if its client has left, its end says so.
+// decode plans the decode leg with the KV parameters from prefill's answer. If the request is refused, its KV is not
+// fetched. If its client has left, the end of the request records that.
 func (x *Pass) decode(
 	ctx context.Context, pool *kvstate.Pool, t *kvtransfer.Ticket, attempt kvtransfer.ID,
 ) (*plan.Decision, error) {
@@ -106,7 +106,7 @@ func (x *Pass) toDecode(
 	s, r := x.shared, &x.Req
 	h := plan.HandOver{Ticket: t, Attempt: attempt, Params: s.Params(t), API: x.shared.API(&x.Head)}
 	held := HeldBy(t)
-	s.State.Bookings.Release(held.Prefill)                    // if it is not ours, the prefill leg released it
+	s.State.Bookings.Release(held.Prefill)                    // if another replica made it, the prefill leg released it
 	defer s.State.Bookings.ReleaseAnywhere(pool, held.Decode) // until then P's memory counts as held
 	x.begin(pool, plan.Attempt{})
 	p := &x.policy.Policy

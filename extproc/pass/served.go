@@ -10,8 +10,8 @@ import (
 	"tandem/kvstate"
 )
 
-// Models and adapters come and go while engines run. Engines are asked for theirs from time to time, and at once when a
-// request asks for one that nobody is known to serve, or an engine answers 404.
+// Models and adapters come and go while engines run. Engines are asked for their lists from time to time, and at once
+// when no engine is known to serve the model of a request, or when one answers 404.
 
 // How old an engine's list of models may be for a request that depends on it: one that no pool takes, or that an engine
 // has answered with 404, and the same before it is refused; and one for a pool that takes any model, whose engines may
@@ -29,8 +29,8 @@ type ModelAsker interface {
 	Ask(ctx context.Context, endpoints []*kvstate.Endpoint, older time.Duration)
 }
 
-// poolOf returns the pool that serves a model; nil: none does. rest continues the pass where it could not wait. hops
-// says that a 404 would be planned again, so that there is no need to ask before.
+// poolOf returns the pool that serves a model; nil: none does. rest continues the pass where it could not wait. hops: a
+// 404 would be planned again, so engines need not be asked before.
 func (x *Pass) poolOf(ctx context.Context, model string, hops bool) (pool *kvstate.Pool, waits bool) {
 	state := x.shared.State
 	pool = state.PoolFor(model)
@@ -70,7 +70,7 @@ func (x *Pass) served(ctx context.Context, pool *kvstate.Pool, a *plan.Attempt, 
 	return openai.ModelNotFound(model)
 }
 
-// AskAgain asks an endpoint what it serves that has answered 404, where the request does not come back.
+// AskAgain asks an endpoint that has answered 404 for its models, if the request itself does not come back.
 func (x *Pass) AskAgain(ctx context.Context, e *kvstate.Endpoint) {
 	if x.shared.Models != nil {
 		x.askModels(ctx, []*kvstate.Endpoint{e}, askAgain)

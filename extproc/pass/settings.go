@@ -95,7 +95,7 @@ func (s *Shared) Apply(l Settings) {
 // asksOthers reports whether a pass of a pool may ask an engine or Redis for something, and wait for the answer.
 func asksOthers(p *Policy) bool {
 	d := &p.Dialect
-	return p.CleanupDecode || d.Concurrent != nil || d.Push != nil || d.Turns != nil || d.Expiry != nil ||
+	return p.CleanupDecode || d.Concurrent != nil || d.Push != nil || d.Expiry != nil ||
 		p.Handoff != plan.HandoffEnvoy || p.Tokens.From != LearnedTokens
 }
 
@@ -116,7 +116,7 @@ func (s *Shared) queueFor(pool string, p *Policy) *latebinding.Queue {
 		queue = latebinding.New(&s.Waiting, pool)
 	}
 	limits := p.Waiting
-	if s.Gateway != nil { // it waits for its picker, nobody knows for how long
+	if s.Gateway != nil { // it waits for its picker, for an unknown time
 		limits.Memory = limits.MaxTime
 	}
 	queue.Apply(&p.Policy, limits)

@@ -2,7 +2,7 @@ package pass
 
 import "tandem/extproc/names"
 
-// Told returns what the access log may have of the last decision; nil: there was none to report.
+// Told returns the last decision in the form for access logs; nil: there was none to report.
 func (x *Pass) Told() []names.Metadata {
 	p := &x.Planned
 	if p.Route == "" {

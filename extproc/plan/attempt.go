@@ -22,20 +22,18 @@ type Attempt struct {
 	Alone     bool             // do not split, whatever the policy
 	Why       string           // the reason for Alone
 
-	PairFailed         [2]string // addresses of the pair that failed last, if it is unknown which of the two did
-	DecodeFailed       bool      // the last failed hop was to decode
-	Last               bool      // no other endpoint is left: what the next one answers is the client's
-	LacksModel         bool      // the last endpoint that was asked answered 404: it does not serve the model
-	Outdated           bool      // its endpoint stood still, is waited for, and should compute the prompt itself
-	ConversationFailed bool      // it was a prefill leg that should have fetched the conversation's last answer
+	PairFailed   [2]string // addresses of the pair that failed last, if it is unknown which of the two did
+	DecodeFailed bool      // the last failed hop was to decode
+	Last         bool      // no other endpoint is left: what the next one answers is the client's
+	LacksModel   bool      // the last endpoint that was asked answered 404: it does not serve the model
+	Outdated     bool      // its endpoint stood still, is waited for, and should compute the prompt itself
 }
 
 // Next returns the attempt of a request from the ticket that came back, whichever hop of it failed.
 func Next(t *kvtransfer.Ticket) Attempt {
 	a := Attempt{
 		Redirects: t.Redirects, Prefills: t.Prefills, Started: t.Started, Excluded: t.Excluded,
-		Outdated: t.Cause == kvtransfer.CauseOutdated, ConversationFailed: t.Cause == kvtransfer.CauseTurn,
-		LacksModel: t.Cause == kvtransfer.CauseModel,
+		Outdated: t.Cause == kvtransfer.CauseOutdated, LacksModel: t.Cause == kvtransfer.CauseModel,
 	}
 	a.DecodeFailed = a.Outdated || t.Cause == kvtransfer.CauseDecode
 	if t.Loads && (a.DecodeFailed || t.Cause == kvtransfer.CausePrefill) {
@@ -117,9 +115,10 @@ func (a *Attempt) Exhausted(p *Policy, decode string) error {
 	return openai.Unavailable("endpoint_failed", why, time.Second)
 }
 
-// Unserved ends a request whose model the last endpoint did not serve, if the next one, which was chosen among those
-// that may have it, has answered 404 before. Then no other is left, and the next answer is the client's: the engine
-// says in its own words what it has not found. An error is the client's answer, if no engine may say that.
+// Unserved ends a request whose model the last endpoint did not serve, if the next endpoint has answered 404 before,
+// although it was chosen among those that may have the model. Then no other is left, and the client gets the next
+// answer: the engine's own words for what it has not found. If no engine may be asked, it returns the client's answer
+// as an error.
 func (a *Attempt) Unserved(p *Policy, decode *kvstate.Endpoint, model string) error {
 	if !a.LacksModel || a.failures(decode.Addr) == 0 {
 		return nil
@@ -132,8 +131,8 @@ func (a *Attempt) Unserved(p *Policy, decode *kvstate.Endpoint, model string) er
 	return nil
 }
 
-// maxTries is how often one endpoint may fail a request. If every endpoint has failed it, one of them is tried a
-// second time, since it may have recovered; the others would only fail it again.
+// maxTries is how often one endpoint may fail a request. If every endpoint has failed the request, one of them is tried
+// a second time, since it may have recovered, but no more.
 const maxTries = 2
 
 // failures returns how often an endpoint has failed the request.

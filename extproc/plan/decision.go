@@ -85,7 +85,7 @@ func bookingAfter(prefill *kvstate.Endpoint, tokens, answer int64) kvstate.Booki
 	return b
 }
 
-// Decoding returns the booking of the answer to a prompt of so many tokens.
+// Decoding returns the booking of the answer to a prompt with that many tokens.
 func Decoding(tokens int64) kvstate.Booking {
 	return kvstate.Booking{For: kvstate.RoleDecode, PromptTokens: tokens}
 }

@@ -58,7 +58,7 @@ func lacking(r *Request, v *kvstate.View, at int) int64 {
 	return r.Tokens - r.Tokens*min(int64(v.Endpoints[at].Hit), blocks)/blocks
 }
 
-// Unpaired returns why the picker chose no pair for a prompt of which decode lacks so many tokens.
+// Unpaired returns why the picker chose no pair for a prompt of which decode lacks that many tokens.
 func (p *Policy) Unpaired(v *kvstate.View, uncached int64) string {
 	switch {
 	case !v.Prefills():
@@ -72,7 +72,8 @@ func (p *Policy) Unpaired(v *kvstate.View, uncached int64) string {
 // NoRoom is why an engine of both roles answers a request alone: there is no room to hand its KV over (docs/adr/0052).
 const NoRoom = "no_room"
 
-// standstill is why decode computes a prompt whose KV it would fetch too late, since it stands still.
+// standstill is the reason if decode stands still and would fetch the KV too late, so that it computes the prompt
+// itself.
 const standstill = "standstill"
 
 // fetchesLate reports whether a decode endpoint that is chosen may fetch P's KV after its lease, and had better compute
@@ -97,7 +98,6 @@ func PrefillLimit(r *Request, v *kvstate.View, c picker.Choice, p *Policy) time.
 func (r *Request) AskPrefill(v *kvstate.View, p *Policy, at int, decode *kvstate.Endpoint) {
 	r.Sides = kvtransfer.Pair{
 		RequestID: r.ID, Attempt: NewID(), Prefill: SideOf(v.Endpoints[at].Endpoint), Decode: SideOf(decode),
-		Turn: r.LastTurn, TurnIDs: r.TurnIDs,
 	}
 	r.SetSource(v, p, at)
 	r.Patch.Reset(&r.Client)
@@ -108,7 +108,8 @@ func (r *Request) AskPrefill(v *kvstate.View, p *Policy, at int, decode *kvstate
 	}
 }
 
-// Expect writes into the ticket of a prefill leg what is expected of it, and what is to be learned from its answer.
+// Expect writes into the ticket of a prefill leg what the leg is expected to take, and what can be learned from its
+// answer.
 func (r *Request) Expect(t *kvtransfer.Ticket, c picker.Choice, p *Policy) {
 	t.ExpectedCached, t.ExpectedPrefill = r.Tokens-c.Uncached, kvstate.Seconds(c.PrefillTime).Truncate(time.Microsecond)
 	if t.Prompt = r.LastBlock(); r.learns(p) {
@@ -140,7 +141,7 @@ func Split(r *Request, v *kvstate.View, c picker.Choice, p *Policy) (_ *Decision
 	t.ID, t.Prefill, t.Decode, t.Split = r.Sides.Attempt, prefill.Addr, decode.Addr, true
 	t.Prefills, t.Undo = r.Attempt.Prefills+1, undo
 	t.Stream, t.StreamUsage, t.Session = r.Streams(), r.Client.WantsUsage(), r.Session
-	t.AnswerTokens, t.Turn = c.AnswerTokens, r.Turn
+	t.AnswerTokens = c.AnswerTokens
 	t.Shaped = r.Client.Shaped()
 	t.Excluded = r.Attempt.avoided(prefill.Addr)
 	if c.Named { // pass 2 must ask for the model again
@@ -358,10 +359,9 @@ func Pass(r *Request, e *kvstate.Endpoint, bytes int, route string, p *Policy) *
 	return d
 }
 
-// OrOther has the request of a [Pass] planned again if its endpoint answers 404, as one does that lacks the model,
-// or cannot be reached: it has done nothing for the request. An endpoint that is asked once more, because no other
-// is left, has the last word. bytes is the length of the client's body; nobody could send one again that was not
-// read.
+// OrOther has the request of a [Pass] planned again if its endpoint answers 404, as one does that lacks the model, or
+// cannot be reached: it has done nothing for the request. If an endpoint is asked once more because no other is left,
+// the client gets its answer. bytes is the length of the client's body: a body that was not read cannot be sent again.
 func OrOther(d *Decision, r *Request, bytes int) *Decision {
 	if bytes > 0 && !r.lastHop(bytes) && r.Attempt.failures(d.Endpoint.Addr) == 0 {
 		d.Leg = LegOther

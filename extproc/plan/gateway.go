@@ -17,7 +17,7 @@ import (
 // Gateway is what a gateway that asks only for endpoints is answered in addition.
 type Gateway struct {
 	List  string // the endpoint and its fallbacks
-	Model string // that the request is sent to; "": the one that it asked for
+	Model string // the model that the request is sent to; "": the one that it asked for
 	Asked string
 }
 

@@ -116,7 +116,6 @@ func TestNextAttempt(t *testing.T) {
 	require.True(t, a.DecodeFailed)
 	require.Equal(t, [2]string{"p1", "d1"}, a.PairFailed)
 	require.NoError(t, a.Failed(&Policy{OnFailure: Fail}, nil, decode), "its prefill worked")
-	require.True(t, Next(&kvtransfer.Ticket{Cause: kvtransfer.CauseTurn}).ConversationFailed)
 
 	stood := &kvtransfer.Ticket{Split: true, Cause: kvtransfer.CauseOutdated, Prefill: "p1", Decode: "d1"}
 	a = Next(stood)

@@ -41,7 +41,7 @@ type Policy struct {
 	RefuseLong      bool          // bodies over Limits.SplitBodyBytes get 413 instead of decode alone
 	AutoRoles       bool          // endpoints that may serve both legs have words (picker/roles)
 	OnFailure       OnFailure     // what follows a failed prefill
-	Alone           WhenAlone     // whether requests that can be split may be decoded alone
+	Alone           WhenAlone     // when requests that can be split may be decoded alone
 	Handoff         Handoff       // what makes the second hop
 	Source          string        // where endpoints come from, for messages; default: a list of endpoints
 	PrefillAttempts int           // at most, over all passes; default 3
@@ -114,7 +114,7 @@ func (p *Policy) MayBeAlone() bool {
 	return p.Alone != AloneNever && p.OnFailure != Fail && !p.Dialect.PairsOnly()
 }
 
-// DecodeDecides reports whether decode alone decides about a request to which P has answered a status. P got another
+// DecodeDecides reports whether decode alone is asked about a request that P has answered with a status. P got another
 // body than the client's: one token, without stop strings and streams, and in some dialects other members too. An
 // engine may refuse that although nothing is wrong with the client's own. A status about what both bodies have in
 // common (the key, the path, the size) stays the client's. shaped: P may fail over its one token
@@ -140,7 +140,7 @@ type Limits struct {
 	Models         bool          // tickets say what is recorded of the request: its model, and whether it is streamed
 }
 
-// Another reports whether a request that came back so often may do so once more.
+// Another reports whether a request that came back that often may come back once more.
 func (l *Limits) Another(redirects int) bool { return redirects+1 < l.MaxRedirects }
 
 // MaySplit sets a.Why if the request, with a body of so many bytes, must not be split into two hops. An error is
@@ -314,7 +314,7 @@ func (p *Policy) LeastBytes(api openai.API, requestID string, stream bool) int {
 	return openai.LeastStream(api, requestID, p.Dialect.Engines.VLLM)
 }
 
-// NotSplit returns why no request with so many uncached tokens is split, whatever it costs; "" if it may be.
+// NotSplit returns why a request with that many uncached tokens is never split, whatever the price; "" if it may be.
 func (p *Policy) NotSplit(tokens int64) string {
 	switch {
 	case p.Dialect.Prefill == nil && p.Dialect.Concurrent == nil:
@@ -342,8 +342,8 @@ func (p *Policy) Whole(pool *kvstate.Pool, v *kvstate.View, tokens int64, full b
 	return why, refusal
 }
 
-// Refusal returns the client's answer if a request that may be split, and for this reason is not, must not be decoded
-// alone; nil if it may.
+// Refusal returns the client's answer if a request is not split for this reason and must not be decoded alone; nil if
+// it may.
 func (p *Policy) Refusal(pool *kvstate.Pool, v *kvstate.View, why string) error {
 	if err := p.RefuseAlone(pool, &Attempt{}, why); err != nil {
 		return err
@@ -375,7 +375,7 @@ func missing(pool *kvstate.Pool, role kvstate.Role, source string) string {
 		name, pool.Spec.Name, len(all), source)
 }
 
-// outOfWork says why endpoints take no new requests: all of them, or so many each.
+// outOfWork describes why endpoints take no new requests, with the number of endpoints for each reason.
 func outOfWork(all []*kvstate.Endpoint, source string) string {
 	failed, ending, paused := 0, 0, 0
 	for _, e := range all {

@@ -25,8 +25,8 @@ type Request struct {
 
 	ID   string // both hops, all logs and the engines have it
 	Pool *kvstate.Pool
-	// TakesPriority: engines read the member priority in bodies of the request's path. Elsewhere what the operator sets
-	// only replaces what the client does.
+	// TakesPriority: engines read the member priority in bodies of the request's path. In other requests, what the
+	// operator sets only replaces what the client has set.
 	TakesPriority bool
 	Size          kvstate.PromptSize      // of the prompt, for an estimate of its tokens
 	Tokens        int64                   // of the prompt: exact, or an estimate
@@ -35,15 +35,12 @@ type Request struct {
 	Conversation  *residency.Conversation // nil: unknown
 	Labels        []string                // that its endpoints must have
 	Priority      int32
-	Targets       picker.Targets     // times that the client asks for
-	Began         time.Time          // when this pass began
-	Traced        bool               // its hops have spans
-	Turn          kvtransfer.TurnLeg // of the prefill leg
-	LastTurn      *kvtransfer.Turn   // of its conversation, for the prefill leg; nil: none
-	TurnIDs       []byte             // the prompt's token ids for LastTurn, as JSON; nil: the body has them
-	Patch         openai.Patch       // scratch: the changes of a leg's body
-	Sides         kvtransfer.Pair    // scratch: what a dialect knows of an attempt
-	memory        struct {           // that the decision refers to
+	Targets       picker.Targets  // times that the client asks for
+	Began         time.Time       // when this pass began
+	Traced        bool            // its hops have spans
+	Patch         openai.Patch    // scratch: the changes of a leg's body
+	Sides         kvtransfer.Pair // scratch: what a dialect knows of an attempt
+	memory        struct {        // that the decision refers to
 		undo     openai.Edits
 		params   []byte
 		source   kvtransfer.Side // Sides.Source points at it
@@ -83,7 +80,7 @@ func (r *Request) Reset() {
 	r.Size, r.TakesPriority = kvstate.PromptSize{}, false
 	r.Named, r.Conversation = 0, nil
 	r.ID, r.Pool, r.Tokens, r.Session, r.Labels, r.Priority, r.Targets = "", nil, 0, 0, nil, 0, picker.Targets{}
-	r.Began, r.Traced, r.Turn, r.LastTurn, r.TurnIDs = time.Time{}, false, kvtransfer.TurnLeg{}, nil, nil
+	r.Began, r.Traced = time.Time{}, false
 }
 
 // Decided stores a decision in the request's memory.
@@ -92,9 +89,8 @@ func (r *Request) Decided(d *Decision) *Decision {
 	return &r.memory.decision
 }
 
-// Ask returns what the picker is asked for a request of so many prompt tokens, over two endpoints or not:
-// everything but the priority, and what it needs to wait in a queue. All that choose endpoints ask with it, in
-// every pass.
+// Ask returns the picker's request for a prompt of that many tokens, over two endpoints or one, without the priority
+// and what only a queue needs. All that choose endpoints ask with it, in every pass.
 func (r *Request) Ask(p *Policy, tokens int64, split bool) picker.Request {
 	q := picker.Request{
 		PromptTokens: tokens, Blocks: len(r.Hashes), Model: r.Client.Model(), Labels: r.Labels, Split: split,
@@ -268,7 +264,7 @@ func (r *Request) RecallTokens() (ask bool) {
 	if len(r.Pool.TokenBlockSizes()) == 0 || len(r.Hashes) == 0 {
 		return false
 	}
-	if r.Size.Media.Any() { // its token ids do not say which media they are; those before the media may be known
+	if r.Size.Media.Any() { // token ids do not identify media; the ids in front of the media may be known
 		r.Known = r.Pool.KnownTokens(r.Hashes)
 		return false
 	}
@@ -327,7 +323,7 @@ func matchKnown(pool *kvstate.Pool, v *kvstate.View, hashes []uint64, known *pre
 	}
 }
 
-// MatchReported is MatchTokens in pass 2, for a prompt of so many tokens whose text is not there.
+// MatchReported is MatchTokens for pass 2, which has the number of the prompt's tokens, but not its text.
 func (r *Request) MatchReported(v *kvstate.View, tokens int64) {
 	if len(r.Pool.TokenBlockSizes()) == 0 || len(r.Hashes) == 0 {
 		return

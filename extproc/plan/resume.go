@@ -28,7 +28,7 @@ type HandOver struct {
 	Invalid  error // the client's body cannot be scanned
 }
 
-// Bound sets the decode endpoint of a hand-over whose D must not be chosen again. There are two of these: P has pushed
+// Bound sets the decode endpoint of a hand-over, if D must not be chosen again. There are two of these: P has pushed
 // the blocks to the D of pass 1, or an avoided pair is tried.
 func (h *HandOver) Bound(pool *kvstate.Pool, p *Policy) bool {
 	t := h.Ticket
@@ -127,10 +127,8 @@ func Resume(r *Request, h *HandOver, p *Policy) (*Decision, error) {
 	} else if params != nil && h.completion(p) {
 		leg.Undo = r.completeWith(d, h, p)
 	} else if params != nil && p.Dialect.DecodeMember != nil {
-		var more []byte
-		leg.Turn, more = rememberTurn(d, t, p)
 		var err error
-		if d.Edits, leg.Undo, err = r.decodeEdits(h, p, params, more); err != nil {
+		if d.Edits, leg.Undo, err = r.decodeEdits(h, p, params); err != nil {
 			return nil, err
 		}
 	}
@@ -195,20 +193,6 @@ func (r *Request) completeWith(d *Decision, h *HandOver, p *Policy) openai.Edits
 	return undo
 }
 
-// rememberTurn routes D's answer through the answer leg if D may describe its blocks, and returns the members of D's
-// body that ask for them.
-func rememberTurn(d *Decision, t *kvtransfer.Ticket, p *Policy) (turn kvtransfer.TurnLeg, more []byte) {
-	if p.Dialect.Turns == nil {
-		return turn, nil
-	}
-	d.Leg = LegAnswer
-	turn = kvtransfer.TurnLeg{Answers: true, Conversation: t.Turn.Conversation, OwnIDs: t.Turn.OwnIDs}
-	if turn.Conversation != ([16]byte{}) && !turn.OwnIDs {
-		more = []byte(`"return_token_ids":true,`)
-	}
-	return turn, more
-}
-
 // cachedTokens reports P's cached tokens to the client, if the pool wants that and the answer has such a field. It
 // returns the numbers to store in the ticket.
 func cachedTokens(d *Decision, h *HandOver, p *Policy) (cached, written int64) {
@@ -240,11 +224,10 @@ func cachedTokens(d *Decision, h *HandOver, p *Policy) (cached, written int64) {
 const MaxDecodeMember = 8 << 20
 
 // decodeEdits turns the undo of a prefill body into the edits that make the decode body, and returns the undo of
-// those. D's parameters follow the opening brace, where the undo's first edit usually is too, and then more, which
-// ends with a comma. P answered 200, so its body is not an empty object, and a comma always follows.
-func (r *Request) decodeEdits(h *HandOver, p *Policy, params, more []byte) (edits, back openai.Edits, err error) {
+// those. D's parameters follow the opening brace, where the undo's first edit usually is too. P answered 200, so its body is not an empty object, and a comma always follows.
+func (r *Request) decodeEdits(h *HandOver, p *Policy, params []byte) (edits, back openai.Edits, err error) {
 	undo, member := h.Ticket.Undo, r.memory.params[:0]
-	member = append(append(p.Dialect.DecodeMember(member, params), ','), more...)
+	member = append(p.Dialect.DecodeMember(member, params), ',')
 	r.memory.params = member
 	n := len(member)
 	if n > MaxDecodeMember {

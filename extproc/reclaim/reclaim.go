@@ -30,6 +30,7 @@ import (
 	"tandem/extproc/ended"
 	"tandem/extproc/kvtransfer"
 	"tandem/internal/guard"
+	"tandem/internal/periodic"
 	"tandem/kvstate"
 	"tandem/kvstate/enginehttp"
 	"tandem/picker"
@@ -90,7 +91,7 @@ type cleanup struct {
 	record    *record
 }
 
-// unsure is a result: another replica may have sent the cleanup, and cannot be asked.
+// unsure is a result: another replica that cannot be asked may have sent the cleanup.
 const unsure = "unsure"
 
 // Limits. Whatever exceeds them is left to the engine's own timeout.
@@ -136,8 +137,8 @@ func (r *Reclaimer) reclaimOver(id kvtransfer.ID, requestID string, h *record) {
 	}
 }
 
-// Orphaned records that no decode will fetch the hand-over of a ticket, and why, unless pass 2 has opened the
-// ticket. It consumes the ticket: the request cannot use these parameters any more.
+// Orphaned records why no decode will fetch the hand-over of a ticket, unless pass 2 has opened the ticket. It consumes
+// the ticket: the request cannot use these parameters any more.
 func (r *Reclaimer) Orphaned(t *kvtransfer.Ticket, requestID, why string) {
 	if !r.State.HandOvers.Consume(t.ID) {
 		return
@@ -219,7 +220,7 @@ func (r *Reclaimer) Ended(t *kvtransfer.Ticket, e *ended.Pass, here bool) {
 		unused = h != nil && h.read && !e.Asked() && h.expires.UnixMilli() == t.Expires.UnixMilli()
 	case kvtransfer.DecodeLeg:
 		h = r.records.take(t.ID)
-		unused = h != nil && h.decided && !e.Asked() && here // likewise: the decision that Envoy received
+		unused = h != nil && h.decided && !e.Asked() && here // here, so that it is the decision that Envoy received
 		if unused {
 			h.unreached = e.Tries > 0
 		}
@@ -273,10 +274,11 @@ func (r *Reclaimer) claims(c cleanup) bool {
 	return first && known
 }
 
-// Run sends the cleanup decodes until ctx ends.
+// Run sends the cleanup decodes, and removes expired records, until ctx ends.
 func (r *Reclaimer) Run(ctx context.Context) {
 	var running sync.WaitGroup
 	defer running.Wait()
+	running.Go(func() { periodic.Run(ctx, sweepInterval, r.records.sweep) })
 	for range workers {
 		running.Go(func() { guard.Keep(ctx, "clean-up", func() { r.work(ctx) }) })
 	}
@@ -402,8 +404,8 @@ type record struct {
 	over string
 	sure bool
 
-	// What this replica did with it. Every replica receives every access log entry, and only one may act on it: until
-	// Envoy has received pass 2's decision, the one that read P's answer; after that, the one that decided.
+	// What this replica did with it. Every replica receives every access log entry, and only one may act on it: the one
+	// that read P's answer or, after Envoy has received pass 2's decision, the one that decided.
 	read, decided bool
 }
 
@@ -412,8 +414,6 @@ type records struct {
 	mu    sync.Mutex
 	bytes int
 	kept  map[kvtransfer.ID]*record
-
-	sweeping bool // the timer is running
 }
 
 const (
@@ -473,10 +473,6 @@ func (o *records) put(id kvtransfer.ID, h *record) bool {
 		o.kept = map[kvtransfer.ID]*record{}
 	}
 	o.kept[id] = h
-	if !o.sweeping {
-		o.sweeping = true
-		time.AfterFunc(sweepInterval, o.sweep)
-	}
 	return true
 }
 
@@ -517,18 +513,13 @@ func (o *records) take(id kvtransfer.ID) *record {
 	return h
 }
 
-// sweep removes expired records: after that time no decode endpoint may be asked. It repeats as long as there are
-// records.
-func (o *records) sweep() {
-	now := time.Now()
+// sweep removes expired records: after that time no decode endpoint may be asked.
+func (o *records) sweep(now time.Time) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	for id, h := range o.kept {
 		if now.After(h.expires) {
 			o.remove(id, h)
 		}
-	}
-	if o.sweeping = len(o.kept) > 0; o.sweeping {
-		time.AfterFunc(sweepInterval, o.sweep)
 	}
 }

@@ -14,12 +14,12 @@ type conversations struct {
 type tip struct {
 	key    uint64 // of its last whole block; of its model, if it has none
 	tail   uint64 // hash of what follows that block ...
-	bytes  int    // ... which has so many bytes
+	bytes  int    // length of that prompt in bytes
 	blocks int
 	number uint64 // of its line
 	root   uint64 // of the line that began its conversation
 	ended  float64
-	prev   int32 // slot of the one before with this key; -1: none
+	prev   int32 // slot of the previous one with this key; -1: none
 	slot   int32
 }
 
@@ -68,7 +68,7 @@ func (t *conversations) extended(c *Choice) (*tip, bool) {
 
 // begins reports whether a prompt begins with this one and goes on.
 func (t *tip) begins(c *Choice) bool {
-	if c.Text == nil { // it has media: its blocks say all that is known
+	if c.Text == nil { // it has media, so nothing but its blocks is known
 		return t.blocks > 0 && t.bytes == 0 && len(c.Blocks) > t.blocks
 	}
 	rest := c.Text[min(t.blocks*blockBytes, len(c.Text)):]

@@ -21,7 +21,7 @@ type Choice struct {
 	Model   string   // that the client asked for
 	Listed  bool     // the pool has a model of that name
 	Blocks  []uint64 // hashes of the prompt, of 512 bytes each
-	Text    []byte   // that they are of; nil: not text alone
+	Text    []byte   // the prompt's text; nil: it is not only text
 	Bytes   int      // of the prompt
 	Tokens  int64    // likewise, as far as is known
 	Route   string
@@ -154,7 +154,7 @@ func (r *Recorder) edit(id string, started time.Time, change func(*recording.Req
 	}
 }
 
-// End is how a request ended. Counts are below 0 where nobody knows them, times 0.
+// End is how a request ended. Unknown counts are below 0, unknown times are 0.
 type End struct {
 	ID                     []byte
 	Started                time.Time // when the request came in

@@ -1,8 +1,8 @@
 // Package recorder records a fleet's requests for `tandem replay`, as package recording describes: one line for each
-// that ends, with what was known when its endpoints were chosen. It sees no byte of an answer, and of a prompt it
-// writes keyed hashes alone.
+// that ends, with what was known when its endpoints were chosen. It sees no byte of an answer, and writes only keyed
+// hashes of prompts.
 //
-// Nobody waits for it. Lines go to memory, from which [Recorder.Run] writes them; what does not fit is dropped and
+// No request waits for it. Lines go to memory, from which [Recorder.Run] writes them; what does not fit is dropped and
 // counted.
 package recorder
 
@@ -30,8 +30,8 @@ type Options struct {
 	Folder   string
 	MaxBytes int64         // of all files there
 	For      time.Duration // after which the recording ends; 0: never
-	Sample   int           // one conversation in so many
-	SaltFile string        // "": a salt that nobody knows, which is forgotten when the recording ends
+	Sample   int           // one conversation in N is recorded
+	SaltFile string        // "": a random salt, which is forgotten when the recording ends
 }
 
 // Wiring is what a recorder needs of the program around it.
@@ -51,7 +51,7 @@ const (
 	Failed  = "failed"  // the file could not be written
 )
 
-// Recorder records while it is told to. It is safe for concurrent use; a nil one records nothing.
+// Recorder records requests between Start and Stop. It is safe for concurrent use; a nil one records nothing.
 type Recorder struct {
 	wiring Wiring
 	now    atomic.Pointer[session] // nil: nothing is recorded

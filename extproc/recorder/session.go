@@ -20,7 +20,7 @@ const (
 	maxPending = 1 << 16
 	maxHashes  = 8 << 20 // of 8 bytes
 	soonBuffer = 256 << 10
-	lostAfter  = time.Hour // a request whose end nobody reports
+	lostAfter  = time.Hour // after which the end of a request is not expected any more
 )
 
 // session is one recording.
@@ -108,7 +108,7 @@ func keyFor[T string | []byte](id T, started time.Time) uint64 {
 	return (h ^ uint64(started.UnixMicro())) * 0x9E3779B185EBCA87
 }
 
-// seal returns the keyed hash of a hash, of which nobody without the key learns whether it is that of a text.
+// seal returns the keyed hash of a hash. Without the key nobody can check whether it belongs to a known text.
 func (s *session) seal(hash uint64) uint64 {
 	binary.LittleEndian.PutUint64(s.sealing[0][:], hash)
 	s.key.Encrypt(s.sealing[1][:], s.sealing[0][:])
@@ -181,7 +181,7 @@ func (s *session) write(now time.Time) (over bool) {
 	return over
 }
 
-// forget removes requests whose end nobody will report.
+// forget removes requests whose end will not be reported.
 func (s *session) forget(now time.Time) {
 	for key, p := range s.pending {
 		if now.Sub(p.started) > lostAfter {

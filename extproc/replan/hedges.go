@@ -40,7 +40,7 @@ func newHeld() *held { return &held{} }
 func (hs *tries) enter(id kvtransfer.ID) *try {
 	t := &try{failed: make(chan struct{}), over: make(chan struct{})}
 	hs.attempts.Enter(id, newHeld)
-	hs.attempts.TellUser(id, func(h *held) {
+	hs.attempts.UpdateUsed(id, func(h *held) {
 		if h.try != nil {
 			close(h.over)
 		}
@@ -50,7 +50,7 @@ func (hs *tries) enter(id kvtransfer.ID) *try {
 }
 
 func (hs *tries) leave(id kvtransfer.ID, t *try) {
-	hs.attempts.TellUser(id, func(h *held) {
+	hs.attempts.UpdateUsed(id, func(h *held) {
 		if h.try == t {
 			h.try = nil
 		}
@@ -60,7 +60,7 @@ func (hs *tries) leave(id kvtransfer.ID, t *try) {
 
 // fail ends the wait of a hop's held try, because its try at the endpoint has failed.
 func (hs *tries) fail(id kvtransfer.ID) {
-	hs.attempts.TellUser(id, func(h *held) {
+	hs.attempts.UpdateUsed(id, func(h *held) {
 		if h.try != nil {
 			close(h.failed)
 			h.try = nil
@@ -68,8 +68,8 @@ func (hs *tries) fail(id kvtransfer.ID) {
 	})
 }
 
-// awaitLoss holds a hedge until lost says that the try at the endpoint is. It returns false if the hedge needs no
-// answer any more: Envoy or the server has given it up.
+// awaitLoss holds a hedge until lost reports that the try at the endpoint is lost. It returns false if the hedge needs
+// no answer any more: Envoy or the server has given it up.
 func (hs *tries) awaitLoss(ctx context.Context, id kvtransfer.ID, draining <-chan struct{}, lost func() bool) bool {
 	h := hs.enter(id)
 	defer hs.leave(id, h)

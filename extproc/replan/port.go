@@ -54,7 +54,8 @@ func (p *Port) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	case r.Header.Get(names.HeaderRestart) != "":
 		p.restart(w, r, t)
 		return
-	case t != nil && r.URL.Path == "/late" && r.Header.Get(names.HeaderRule) == "late": // no hop has both
+	// a failed hop never comes with both
+	case t != nil && r.URL.Path == "/late" && r.Header.Get(names.HeaderRule) == "late":
 		p.checkLate(w, t, id)
 		return
 	case t == nil || journey.StateOf(t) == journey.Waiting || !p.journeys.Another(t):
@@ -96,8 +97,7 @@ func (p *Port) checkLate(w http.ResponseWriter, t *kvtransfer.Ticket, id string)
 var errTicketConsumed = errors.New("the ticket was consumed here before")
 
 // hopFailed records that the hop of a ticket failed, and returns the next pass's ticket. An endpoint that exceeded
-// the hop's time limit counts as hanging; but a P that had to fetch a stored turn may have waited for the endpoint
-// that holds it. refusal is P's refusal of the request, for the client in place of another pass; nil: none.
+// the hop's time limit counts as hanging. refusal is P's refusal of the request, for the client in place of another pass; nil: none.
 func (p *Port) hopFailed(
 	ctx context.Context, t *kvtransfer.Ticket, id string,
 ) (next kvtransfer.Ticket, refusal *concurrent.Outcome) {
@@ -202,7 +202,7 @@ func (p *Port) pairFailed(
 		wait := time.NewTimer(a.After)
 		defer wait.Stop()
 		select {
-		case <-pair.Verdict.Told():
+		case <-pair.Verdict.Done():
 			verdict := pair.Verdict.Value()
 			a = j.PrefillEnded(&verdict)
 		case <-wait.C:

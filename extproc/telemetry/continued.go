@@ -32,7 +32,7 @@ func (r registry) continuing() Streams {
 // Insured counts a request of a pool whose streams are continued: "insured", or why its answer cannot be.
 func (s *Streams) Insured(pool, result string) { s.insured.WithLabelValues(pool, result).Inc() }
 
-// Continued counts a stream whose engine was to be replaced.
+// Continued counts a stream of which another engine was asked to continue the answer.
 func (s *Streams) Continued(pool, cause, result string) {
 	s.continued.WithLabelValues(pool, cause, result).Inc()
 }

@@ -19,7 +19,7 @@ func (m *Metrics) TicketRefused() { m.tickets.forged.Inc() }
 // ControlFieldsCut counts a request with members that a client must not send, which were cut.
 func (m *Metrics) ControlFieldsCut() { m.controlFields.Inc() }
 
-// TicketSealed counts a ticket with KV parameters of so many bytes.
+// TicketSealed counts a sealed ticket with KV parameters, by its size in bytes.
 func (m *Metrics) TicketSealed(bytes int) { m.tickets.bytes.Observe(float64(bytes)) }
 
 // Orphaned counts a hand-over that no decode endpoint fetched, or possibly none.
@@ -32,7 +32,7 @@ func (m *Metrics) LoadFailed(pool, prefill, seen string) {
 	m.loadFailures.WithLabelValues(pool, prefill, seen).Inc()
 }
 
-// EndpointFull counts an endpoint that was full, and thus gets no request for a while, by the status that said so.
+// EndpointFull counts an endpoint that was full, and gets no request for a while, by the status of its answer.
 func (m *Metrics) EndpointFull(pool, endpoint string, status int) {
 	m.full.WithLabelValues(pool, endpoint, strconv.Itoa(status)).Inc()
 }
@@ -57,9 +57,6 @@ func (m *Metrics) Reclaimed(pool, result string) { m.cleanups.WithLabelValues(po
 
 // NotFollowed counts a redirect that Envoy did not follow.
 func (m *Metrics) NotFollowed(reason string) { m.notFollowed.WithLabelValues(reason).Inc() }
-
-// Turn counts the result of a conversation's turn.
-func (m *Metrics) Turn(pool, what string) { m.turns.WithLabelValues(pool, what).Inc() }
 
 // Learned counts token ids of prompts that were learned.
 func (m *Metrics) Learned(pool, source string, ids int) {

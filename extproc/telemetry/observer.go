@@ -126,7 +126,8 @@ func (o *Observer) recordEnd(
 	o.Recorder.Ended(&end)
 }
 
-// DiedUnder reports that engines died, or failed, one after the other under one request, which is given up for that.
+// DiedUnder reports that a request is given up because one engine after the other died, or failed, while it answered
+// it.
 func (o *Observer) DiedUnder(requestID string, t *kvtransfer.Ticket, engines []string) {
 	o.change(requestID, t.Started, func(trace *Trace) { trace.DiedUnder = slices.Clone(engines) })
 }

@@ -31,7 +31,7 @@ type Weighed struct {
 	NotAlone string `json:"not_alone,omitempty"`
 }
 
-// Values of Weighed.NotAlone: answers would suffer, for what runs there, or for this prompt alone.
+// Values of Weighed.NotAlone: other answers would suffer, because of what runs there, or because of this prompt alone.
 const (
 	NotAloneBusy    = "busy"
 	NotAloneTooLong = "too_long"

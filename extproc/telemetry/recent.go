@@ -55,7 +55,7 @@ type Answered struct {
 // EndedCut is how a request ended whose answer broke off after its status was sent.
 const EndedCut = "cut"
 
-// EndedTicketRefused is how a request ended whose ticket a replica could not read: no endpoint failed.
+// EndedTicketRefused is how a request ended if a replica could not read its ticket: no endpoint failed.
 const EndedTicketRefused = "ticket_refused"
 
 // HasFailed reports whether the request failed.

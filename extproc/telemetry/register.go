@@ -43,7 +43,7 @@ func NewMetrics(r prometheus.Registerer, state *kvstate.State) *Metrics {
 // registry makes metrics and registers them.
 type registry struct {
 	promauto.Factory
-	byEndpoint *[]vec // those whose series are of endpoints
+	byEndpoint *[]vec // metrics that have a series for each endpoint
 }
 
 func (r registry) counter(name, help string, labels ...string) *prometheus.CounterVec {
@@ -104,7 +104,6 @@ func (r registry) passes() passMetrics {
 type promptMetrics struct {
 	promptTokens  *prometheus.CounterVec // pool, source
 	tokensLearned *prometheus.CounterVec // pool, source
-	turns         *prometheus.CounterVec // pool, what
 	expected      expectations
 }
 
@@ -115,10 +114,6 @@ func (r registry) prompts() promptMetrics {
 		tokensLearned: r.counter("tandem_prompt_tokens_learned_total",
 			"Token ids of prompts that were learned, to match KV events with, by source (prefill, tokenizer).", "pool",
 			"source"),
-		turns: r.counter("tandem_turns_total",
-			"Turns of conversations whose blocks decode holds for the next turn: kept, unusable, no_room; at the "+
-				"next turn used (prefill got them), failed, or why prefill did not get them.",
-			"pool", "what"),
 		expected: expectations{
 			cached: r.counter("tandem_cached_tokens_compared_total",
 				"Prompt tokens of split requests in the prefix cache of their prefill endpoint, expected when it "+

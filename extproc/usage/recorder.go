@@ -147,7 +147,7 @@ func (r *Recorder) Run(ctx context.Context) {
 	}
 }
 
-// ByEndpoint returns the metrics whose series are of endpoints, so that those of endpoints that have left can be
+// ByEndpoint returns the metrics with a series for each endpoint, so that those of endpoints that have left can be
 // dropped.
 func (r *Recorder) ByEndpoint() []*prometheus.MetricVec {
 	if r == nil {

@@ -1,6 +1,6 @@
 // Package usage says what each request used and how long it took: tokens of prompt and answer, the time to the first
 // token and between two. Envoy reads the tokens of answers as they pass it and reports them in its access log, so
-// nothing here sees an answer (docs/adr/0067). [Of] is pure; a [Recorder] counts what it says.
+// nothing here sees an answer (docs/adr/0067). [Of] is pure; a [Recorder] counts its results.
 //
 // Numbers of tokens are an engine's word. They are what the client got in usage, or nothing where it got none.
 package usage
@@ -35,7 +35,7 @@ const (
 	// Slow: the first token was in time, those after it were not, on average.
 	Slow   = "slow"
 	Failed = "failed" // no answer, or not all of it
-	// Unknown: the first token was in time, and nobody knows how many followed.
+	// Unknown: the first token was in time, and the number of the others is not known.
 	Unknown = "unknown"
 )
 

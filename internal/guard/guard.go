@@ -82,7 +82,8 @@ type key struct{}
 // With returns a context that carries the guard.
 func With(ctx context.Context, g *Guard) context.Context { return context.WithValue(ctx, key{}, g) }
 
-// Recover stops a panic of the calling goroutine if the context carries a guard. It has to be deferred directly.
+// Recover stops a panic of the calling goroutine if the context carries a guard. Defer it directly, not within another
+// function.
 func Recover(ctx context.Context, where string) {
 	g, ok := ctx.Value(key{}).(*Guard)
 	if !ok {

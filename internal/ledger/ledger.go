@@ -42,7 +42,7 @@ const (
 	Failed  = "failed"  // the file cannot be written
 )
 
-// writeWithin is the time for which a line waits for who reads a named pipe.
+// writeWithin is how long a line waits for the reader of a named pipe.
 const writeWithin = time.Second
 
 // Open opens a ledger, whose file is made if it is not there. ended is called with the result of each line. If the path

@@ -14,8 +14,8 @@ import (
 // SlowBody is the time that a body may take to arrive while half of the budget is in use.
 const SlowBody = 10 * time.Second
 
-// Bodies are those that are being received. While memory is short, the slowest end first: a client that sends most of a
-// long body and then stalls must not hold what all share. It is safe for concurrent use.
+// Bodies are the bodies that are being received. While memory is short, the slowest end first: a client that sends most
+// of a long body and then stalls must not hold what all share. It is safe for concurrent use.
 type Bodies struct {
 	budget *Budget
 	mu     sync.Mutex

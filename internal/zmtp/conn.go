@@ -12,7 +12,7 @@ import (
 	"time"
 )
 
-// Kind is the type of a socket of ours.
+// Kind is the type of our socket.
 type Kind string
 
 // The kinds.

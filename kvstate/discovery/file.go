@@ -25,7 +25,7 @@ const fileCheckEvery = time.Second
 // maxEndpointsFile bounds the size of the file, in bytes: some 40,000 endpoints.
 const maxEndpointsFile = 4 << 20
 
-// File is a pool whose endpoints are listed in a file, written by whatever starts the engines:
+// File is a pool whose endpoints are listed in a file, which is written by the program that starts the engines:
 //
 //	endpoints:
 //	- {address: 10.0.1.1:8000, role: prefill, group: a}

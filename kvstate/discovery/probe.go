@@ -83,7 +83,7 @@ func (p *Prober) Run(ctx context.Context) {
 	for {
 		pause := probeFailedEvery*4/5 + rand.N(probeFailedEvery*2/5) // replicas do not ask in step
 		if !p.round(ctx, &probes) {
-			// in all, less than the second that an endpoint failing now may have to wait
+			// for all of them, less than the second that an endpoint which fails now may have to wait
 			pause += probeFailedEvery * 4 / 5
 		}
 		if !p.wait(ctx, pause, &probes) {
@@ -190,7 +190,7 @@ func (p *Prober) welcome(ctx context.Context, e *kvstate.Endpoint) {
 	}
 	asking, stop := context.WithTimeout(ctx, kvstate.ReportWait)
 	info := enginefacts.Read(asking, p.client, e, nil)
-	if asking.Err() != nil { // it has not said all: it is asked again, without a hurry
+	if asking.Err() != nil { // its report is incomplete: it is asked again, later
 		p.mu.Lock()
 		delete(p.reported, e)
 		p.mu.Unlock()
@@ -253,7 +253,7 @@ func (p *Prober) modelsDue(e *kvstate.Endpoint, now time.Time) bool {
 	return now.After(p.due[e])
 }
 
-// Ask asks endpoints for their models whose list is older than a time, and waits for the answers until ctx ends.
+// Ask asks for the models of endpoints whose list is older than a time, and waits for the answers until ctx ends.
 func (p *Prober) Ask(ctx context.Context, endpoints []*kvstate.Endpoint, older time.Duration) {
 	var all []<-chan struct{}
 	for _, e := range endpoints {

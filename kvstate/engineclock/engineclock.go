@@ -1,4 +1,4 @@
-// Package engineclock reads the clocks of vLLM's prefill engines, by which leases of KV end.
+// Package engineclock reads the clocks of vLLM's prefill engines. Leases of KV end by these clocks.
 //
 // vLLM counts leases by time.perf_counter of the process that runs its scheduler. The NIXL side channel of that process
 // answers a handshake with its metadata and, from 0.26 on, with that clock (0.32.0, nixl/base_scheduler.py:340-378):

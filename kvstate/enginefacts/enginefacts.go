@@ -45,7 +45,7 @@ type Info struct {
 	Models    []string // ids of GET /v1/models, adapters included
 	NoModels  bool     // GET /v1/models is 404
 	Refused   int      // status of GET /v1/models if it wants a key: 401 or 403
-	Told      bool     // vLLM told how it was started: an empty Connector means that it has none
+	Told      bool     // vLLM has reported its settings: an empty Connector means that it has none
 	Connector string   // vLLM's kv_connector
 	KVRole    string   // vLLM's kv_role
 	OnFailure string   // vLLM's kv_load_failure_policy
@@ -253,7 +253,7 @@ func (i *Info) release() {
 	i.Report.Know(kvstate.FactRelease, version)
 }
 
-// set stores a fact that the engine's own configuration tells, in place of what another answer told.
+// set stores a fact from the engine's own configuration, in place of one from another answer.
 func (i *Info) set(f kvstate.Fact, value string) {
 	if value != "" {
 		i.Report[f] = ""
@@ -305,7 +305,7 @@ func (i *Info) take(s *serverInfo) {
 	i.set(kvstate.FactRankMultiples, number(int(i.TP)))
 }
 
-// tell takes facts for which null means none.
+// tell sets facts for which null means none.
 func (i *Info) tell(quantization *string, window *int) {
 	q, w := "none", "none"
 	if quantization != nil {

@@ -34,7 +34,7 @@ type Client struct {
 	newName func(name string) *http.Client
 }
 
-// maxNamed bounds the names, of which a configuration has few.
+// maxNamed bounds the number of names. A configuration has few.
 const maxNamed = 1024
 
 // named returns the client that wants a name of an engine, as SNI.

@@ -21,7 +21,7 @@ type Decoder struct {
 	words  []uint64 // keys and blocks of the events
 	ids    []byte   // the token ids of one event
 	extras []uint64 // the extra keys of one event's blocks
-	group  uint64   // +1: the group whose blocks count; 0: none seen
+	group  uint64   // the group whose blocks count, plus one; 0: none was seen
 	Stats  DecoderStats
 }
 

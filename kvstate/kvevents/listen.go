@@ -18,8 +18,8 @@ import (
 // A publisher whose endpoint in --kv-events-config names a host connects to us, and we bind the socket. Its endpoint
 // follows from its topic, by custom kv@<pod address>@<model>, or from its source address.
 //
-// It reaches one replica. That one forwards the batches as they arrive, and three times a lease the number of the next
-// one, so that the others see that the publisher is connected and whether they missed something. A replica that missed
+// It reaches one replica. That replica forwards the batches as they arrive and, three times a lease, the number of the
+// next one. So the others see that the publisher is connected, and whether they missed something. A replica that missed
 // a batch requests it from the publisher, as any other.
 
 // accepted is a connection that a publisher opened, with its first message.

@@ -40,8 +40,8 @@ type subscription struct {
 	remote     atomic.Bool // a batch came from another replica since the publisher was last connected
 }
 
-// The pause between two tries to connect, and the time for which a publisher may be disconnected before its reports
-// are void: by then its engine is more likely gone than its network slow.
+// The pause between two tries to connect, and the time after which the reports of a disconnected publisher are void:
+// its engine is probably gone by then.
 const (
 	firstRetry = 250 * time.Millisecond
 	lastRetry  = 5 * time.Second
@@ -144,7 +144,7 @@ func (s *subscription) serve(c *zmtp.Conn, first [][]byte) (err error) {
 	}
 }
 
-// join ends the joining when the publisher's feed is loaded, or late is over.
+// join waits until the publisher's feed is loaded, or until late is over, and then ends the time of joining.
 func (s *subscription) join(late time.Duration) {
 	for until := time.Now().Add(late); !s.stream.isLoaded() && time.Now().Before(until); {
 		select {

@@ -1,6 +1,5 @@
-// Package kvloads records between which endpoints KV could not be loaded, by their addresses: which pairs are
-// avoided, for how long, and which request tries one again. It is pure except its lock: callers say what time it
-// is.
+// Package kvloads records between which endpoints KV could not be loaded, by their addresses: which pairs are avoided,
+// for how long, and which request tries one again. It is pure except for its lock: callers pass the time.
 //
 // A KV load fails when a decode endpoint cannot read the blocks that a prefill endpoint holds for it. Both may
 // still pass their health checks, so neither is marked as failed: the cause may be the network between them, or the

@@ -31,8 +31,9 @@ func (d *Density) Observe(bytes, tokens int64) {
 	d.fresh.Store(true)
 }
 
-// Forget doubts what was seen if nothing was since the last call: it goes three quarters of the way down to the
-// mean, of so many tokens in a byte. A prompt that was far denser than others would keep others out for ever.
+// Forget lowers the trust in what was seen, if nothing was seen since the last call: the estimate goes three quarters
+// of the way to the given mean, in tokens per byte. A prompt that was far denser than others would keep others out for
+// ever.
 func (d *Density) Forget(mean float64) {
 	most := math.Float64frombits(d.most.Load())
 	if !d.fresh.Swap(false) && most > mean {
@@ -40,7 +41,8 @@ func (d *Density) Forget(mean float64) {
 	}
 }
 
-// Most returns how many tokens a byte may have. Until prompts have been counted, a token has one byte at least.
+// Most returns how many tokens a byte may have. Until prompts have been counted, it assumes that a token has at least
+// one byte.
 func (d *Density) Most() float64 {
 	if seen := math.Float64frombits(d.most.Load()); seen > 0 {
 		return margin * seen

@@ -15,16 +15,16 @@ import (
 type Room struct {
 	held atomic.Int64
 	need atomic.Int64 // of all claims
-	sent atomic.Int64 // of those whose request was sent here already
+	sent atomic.Int64 // of requests that were sent here already
 
 	mu     sync.Mutex
 	claims []claim // by slot
-	free   []int32 // slots that nobody has
+	free   []int32 // free slots
 	order  []int32 // scratch
 	strays strays
 }
 
-// strays are prompts that nobody will fetch. All go with the process that holds them.
+// strays are prompts whose KV will not be fetched. All go with the process that holds them.
 type strays struct {
 	n, tokens int64
 	process   int
@@ -45,8 +45,8 @@ const grain = 64
 
 func grains(tokens int64) int64 { return (max(tokens, 0) + grain - 1) &^ (grain - 1) }
 
-// Held returns the tokens of KV that hand-overs hold here: from the choice of this engine to compute the prompt, until
-// the KV is known to have been fetched, or, where nobody will, until its lease ends.
+// Held returns the tokens of KV that hand-overs hold here. Each counts from the choice of this engine until its KV was
+// fetched or, if it will not be, until its lease ends.
 func (r *Room) Held() int64 { return r.held.Load() }
 
 // Need returns the tokens of the largest request that the engine answers, or will; sent: of those that were sent here
@@ -106,7 +106,7 @@ func (r *Room) Release(slot int32) {
 	}
 }
 
-// maxStrays bounds the prompts that nobody will fetch and that are counted. So many fill any engine.
+// maxStrays bounds the prompts that nobody will fetch and that are counted. That many fill the memory of any engine.
 const maxStrays = 4096
 
 // Strand counts the KV of a prompt that nobody will fetch, until its lease ends. Then it calls freed.
@@ -134,7 +134,7 @@ func (r *Room) stray(n, tokens int64) {
 	r.held.Add(tokens)
 }
 
-// Restarted forgets what nobody will fetch: the engine is another process, with an empty memory.
+// Restarted forgets the strays: the engine is another process, with an empty memory.
 func (r *Room) Restarted() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -159,9 +159,9 @@ func (c *claim) fetched() bool {
 	return true
 }
 
-// Waiting learns from the engine's report that so many of its requests wait outside its batch. Engines fetch KV first
-// come, first served, so of the requests that were sent before a time, Unix ns, all but the latest ones have fetched
-// theirs. A request that was sent later may not have been there yet. It reports whether anything changed.
+// Waiting learns from the engine's report how many of its requests wait outside its batch. Engines fetch KV first come,
+// first served, so of the requests that were sent before a time, Unix ns, all but the latest ones have fetched theirs.
+// A request that was sent later may not have been there yet. It reports whether anything changed.
 func (r *Room) Waiting(n, before int64) (changed bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

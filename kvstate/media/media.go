@@ -48,8 +48,8 @@ const (
 	prior     = 2   // media that the start value counts for
 	kept      = 256 // media of a kind at which old ones are halved
 	maxModels = 200 // that have values of their own: clients may choose names
-	// share is the least share of a prompt that its media must have, so that it says something of them: what the
-	// estimate of its text is wrong by would be taken for theirs.
+	// share is the least share of a prompt that its media must have to be learned from: otherwise the error in the
+	// estimate of its text would count as theirs.
 	share = 1. / 3
 )
 
@@ -92,7 +92,7 @@ func (m *ofModel) mean(k Kind) float64 {
 }
 
 // Observe learns from a prompt in which an engine has counted some tokens, of which text is the estimate for what is
-// not media. A prompt with several kinds, or mostly of text, says nothing.
+// not media. Nothing is learned from a prompt with several kinds of media, or mostly of text.
 func (t *Tokens) Observe(model string, c Count, tokens, text int64) {
 	kind, n := Kinds, int32(0)
 	for k, of := range c {
@@ -129,8 +129,8 @@ func (t *Tokens) Observe(model string, c Count, tokens, text int64) {
 	}
 }
 
-// Forget doubts what was learned of each model's media of which no prompt was counted since the last call: it
-// counts for a quarter, and for no more than a few media.
+// Forget lowers the trust in what was learned of a model's media, if no prompt of them was counted since the last call:
+// to a quarter, and to a few media at most.
 func (t *Tokens) Forget() {
 	t.mu.Lock()
 	defer t.mu.Unlock()

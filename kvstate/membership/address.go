@@ -33,8 +33,9 @@ func Self(ctx context.Context, extProc, replan, host, redisURL string) (Replica,
 	return Replica{ExtProc: net.JoinHostPort(host, port), Replan: net.JoinHostPort(host, replanPort)}, nil
 }
 
-// resolve returns the IP address of a host, which may be one already. If there are several, it takes the one at which a
-// server listens that is given this name: the first of IPv4, if there is any. Envoys and other replicas get no names.
+// resolve returns the IP address of a host, which may be one already. If there are several, it takes the one on which a
+// server listens if it is given this name: the first IPv4 address, if there is one. Envoys and other replicas get no
+// names.
 func resolve(ctx context.Context, host string) (string, error) {
 	if _, err := netip.ParseAddr(host); err == nil {
 		return host, nil

@@ -129,8 +129,8 @@ func (m *Members) look(ctx context.Context) ([]Replica, error) {
 	return out, nil
 }
 
-// choose sets this replica's slot: that which it has, unless an older replica has it too, or any if the others have not
-// seen this one for a while.
+// choose sets this replica's slot. It keeps the one that it has, unless an older replica has it, too, or the others
+// have not seen this one for a while.
 func (m *Members) choose(older, younger []Replica, known bool) {
 	taken := make([]bool, m.o.Slots)
 	for _, r := range older {
@@ -152,7 +152,7 @@ func (m *Members) take(now time.Time, living []Replica, err error) {
 	if err != nil || !m.up() {
 		m.down = now
 		for r := range m.seen {
-			m.seen[r] = now // nobody can be seen
+			m.seen[r] = now // no other replica can be seen
 		}
 		if !m.known && now.Sub(m.started) >= 10*m.o.Every {
 			m.known = true

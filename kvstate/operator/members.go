@@ -21,7 +21,7 @@ type Gone struct {
 	Heard time.Time `json:"heard"` // at most a lease too early
 }
 
-// heard notes that Redis answers.
+// heard records that Redis answers.
 func (o *Operator) heard() {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -47,8 +47,8 @@ type seen struct {
 	missing time.Time // since when it is not living; zero: it is
 }
 
-// missingFor is the time after which a replica that is not living is gone: Redis may have been slow, and nobody known
-// for a moment.
+// missingFor is the time after which a replica that is not living is gone: if Redis was slow, no other replica may have
+// been known for a moment
 const missingFor = 2 * time.Second
 
 // logChanges logs by name which other replicas have come or gone. None is gone as long as Redis was away lately. mu is

@@ -1,5 +1,5 @@
-// Package paramstore stores KV transfer parameters for a while, within a bound of bytes: those too large for a header,
-// between the two hops of a request, and those of a conversation's last turn.
+// Package paramstore stores KV transfer parameters that are too large for a header between the two hops of a request,
+// within a bound of bytes.
 package paramstore
 
 import (
@@ -41,10 +41,7 @@ func (h *Store) Put(params []byte) (ref [16]byte, err error) {
 }
 
 // PutAs is Put with a reference that the reader already knows.
-func (h *Store) PutAs(ref [16]byte, params []byte) error { return h.PutFor(ref, params, h.ttl) }
-
-// PutFor is PutAs for another time than the store's.
-func (h *Store) PutFor(ref [16]byte, params []byte, ttl time.Duration) error {
+func (h *Store) PutAs(ref [16]byte, params []byte) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if len(params) > h.max-h.bytes || len(h.held) >= maxEntries {
@@ -53,7 +50,7 @@ func (h *Store) PutFor(ref [16]byte, params []byte, ttl time.Duration) error {
 	if before, ok := h.held[ref]; ok {
 		h.bytes -= len(before.params)
 	}
-	h.held[ref] = entry{append([]byte(nil), params...), time.Now().Add(ttl)}
+	h.held[ref] = entry{append([]byte(nil), params...), time.Now().Add(h.ttl)}
 	h.bytes += len(params)
 	return nil
 }

@@ -14,7 +14,7 @@ const (
 	stateMedia  = 1<<Tiers - 1
 	stateParity = 1 << Tiers // of the member's generation
 	kidsShift   = Tiers + 1
-	kidsMax     = 1<<(stateBits-kidsShift) - 1 // so many or more: not counted down any more
+	kidsMax     = 1<<(stateBits-kidsShift) - 1 // this many followers or more, so the count is no longer exact
 	stateBits   = 15
 	stateMask   = 1<<stateBits - 1
 

@@ -13,8 +13,8 @@ import (
 // at least as popular as the blocks behind it, so a block between two counted ones is assumed to be as popular as the
 // second.
 //
-// The memory is fixed: a table of sets of four counts. A new block replaces the least used one of its set, if that is
-// hardly used. Readers and writers take no lock; a race may lose a count.
+// The memory is fixed: a table of sets of four counts. A new block replaces the least used block of its set, if that
+// one is hardly used. Readers and writers take no lock; a race may lose a count.
 type Uses struct {
 	began  time.Time
 	fading [8 * ticks / fadeStep]float32 // the factor after this many times fadeStep ...

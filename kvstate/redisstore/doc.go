@@ -1,8 +1,8 @@
 // Package redisstore connects the replicas of Tandem through a Redis: a single server, Sentinel or a Cluster.
 //
-// Replicas publish their changes through Redis. A request asks Redis for three things only: whether a ticket is
-// consumed, a hand-over that is too large for a header, and a conversation's last turn (turns.go). A replica reads
-// everything else from its own memory ([kvstate.State]), which this package keeps up to date:
+// Replicas publish their changes through Redis. A request asks Redis for two things only: whether a ticket is
+// consumed, and a hand-over that is too large for a header. A replica reads everything else from its own memory
+// ([kvstate.State]), which this package keeps up to date:
 //
 //  1. Out (outbox.go, write.go). This replica's routing, reservations, learned tokens and observed failures are
 //     collected for some milliseconds and added to the pool's stream as one entry, a statev1.Batch.

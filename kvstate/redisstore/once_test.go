@@ -58,8 +58,6 @@ func TestRequestsLeaveAFailingRedisAlone(t *testing.T) {
 		},
 		"a hand-over is put":   func(s *Store) { s.PutHandOver(ticketOf(1), []byte("x")) },
 		"a hand-over is taken": func(s *Store) { s.TakeHandOver(ticketOf(2)) },
-		"a turn is kept":       func(s *Store) { s.PutConversation(ticketOf(1), []byte("x"), time.Minute) },
-		"a turn is taken":      func(s *Store) { _, _ = s.TakeConversation(ticketOf(2)) },
 	} {
 		synctest.Test(t, func(t *testing.T) {
 			r := lonely(t, 1)

@@ -30,7 +30,7 @@ type changes struct {
 	bytes    int
 	lossy    bool
 
-	forwarded      []forwarded // with their own bound, and not part of that snapshot
+	forwarded      []forwarded // with a bound of their own; not part of the snapshot
 	forwardedBytes int
 }
 

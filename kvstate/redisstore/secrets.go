@@ -120,7 +120,7 @@ func (k *Secrets) take(seal [32]byte, open [][32]byte) error {
 	return k.use(seal, open...)
 }
 
-// tell publishes the key with which this replica sealed tickets before the others knew it.
+// tell publishes the key with which this replica has sealed tickets that the others do not know yet.
 func (k *Secrets) tell(ctx context.Context) error {
 	text := hex.EncodeToString(k.own[:])
 	pipe := k.s.client.Pipeline()

@@ -43,11 +43,6 @@ func agree(t *testing.T, o Options) (a, b *replica) {
 		_, ok := b.state.HandOvers.TakeHandOver(ref)
 		return ok
 	})
-	eventually(t, "turns are taken", func() bool {
-		require.NoError(t, a.state.HandOvers.PutConversation([16]byte{9}, []byte("turn"), time.Minute))
-		turn, ok := b.state.HandOvers.TakeConversation([16]byte{9})
-		return ok && string(turn) == "turn"
-	})
 	eventually(t, "keys are everybody's", func() bool {
 		var sealA, sealB [32]byte
 		_, err := a.store.Secrets(context.Background(), func(seal [32]byte, _ ...[32]byte) error { sealA = seal; return nil })

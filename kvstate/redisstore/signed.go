@@ -9,12 +9,12 @@ import (
 	statev1 "tandem/protos/state/v1"
 )
 
-// With a key file, everything that replicas read from Redis is signed with its keys, so who can write to Redis without
-// them can withhold what replicas say to each other, and no more (docs/adr/0100). Marks of consumed tickets are not
-// signed: who sets one makes Tandem plan a request again, and who deletes one does what an outage of Redis does, since
-// tickets do not lie in Redis. An old text of a replica is not taken for a new one: keys in Redis name what they are
-// for, and an entry of a stream has its time. What is good for one use only could be put back: hand-overs are good for
-// the ticket that names them, and turns of conversations do not lie in Redis then.
+// With a key file, everything that replicas read from Redis is signed with its keys, so that somebody who can write to
+// Redis without them can withhold what replicas tell each other, but nothing more (docs/adr/0100). Marks of consumed
+// tickets are not signed: who sets one makes Tandem plan a request again, and who deletes one does what an outage of
+// Redis does, since tickets do not lie in Redis. An old text of a replica is not taken for a new one: keys in Redis
+// name what they are for, and an entry of a stream has its time. A hand-over that is put back is good for nothing but
+// the ticket that names it.
 
 // Signer signs what is written to Redis, for a purpose, and knows what was signed for it (kvtransfer.Keys).
 type Signer interface {

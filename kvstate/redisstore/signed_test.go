@@ -61,7 +61,6 @@ func TestAWriterTakesServiceAwayAndNoMore(t *testing.T) {
 	signing := func() *replica {
 		s := apart(t, redisURL(r), 4)
 		s.store.SignWith(secret("key"))
-		s.state.KeepTurnsHere()
 		s.joins()
 		s.run()
 		return s
@@ -101,19 +100,6 @@ func TestAWriterTakesServiceAwayAndNoMore(t *testing.T) {
 			got, ok := b.store.TakeHandOver(ref)
 			require.False(t, ok, string(got))
 		}
-	})
-	t.Run("another turn, or one that was used", func(t *testing.T) {
-		name := ticketOf(3)
-		require.NoError(t, a.state.HandOvers.PutConversation(name, []byte("turn"), time.Minute))
-		require.Zero(t, w.Exists(context.Background(), o.turnKey(name)).Val(), "none lies in Redis")
-		w.set(o.turnKey(name), "evil")
-		_, ok := b.state.HandOvers.TakeConversation(name)
-		require.False(t, ok, "nor is one used from there")
-		got, ok := a.state.HandOvers.TakeConversation(name)
-		require.True(t, ok)
-		require.Equal(t, "turn", string(got))
-		_, ok = a.state.HandOvers.TakeConversation(name)
-		require.False(t, ok, "once")
 	})
 	t.Run("notices of KV that has not arrived", func(t *testing.T) {
 		_, heard := a.sharing(t), b.sharing(t)

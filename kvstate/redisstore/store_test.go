@@ -1,12 +1,9 @@
 package redisstore
 
 import (
-	"context"
 	"math"
 	"os"
 	"slices"
-	"sync"
-	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
@@ -14,7 +11,6 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"tandem/kvstate"
-	"tandem/kvstate/paramstore"
 )
 
 // What one replica routes, every other knows: within 100 ms, where the machine has time. (Mostly it takes 5 ms.)
@@ -254,56 +250,6 @@ func TestHandOversAreFoundByAll(t *testing.T) {
 	})
 	_, ok := b.state.HandOvers.TakeHandOver([16]byte{1})
 	require.False(t, ok)
-}
-
-// What a conversation's last turn left goes to one replica, once, whoever asks; the latest is what it gets; and none keeps a copy.
-func TestTurnsAreTakenOnce(t *testing.T) {
-	r := startRedis(t)
-	a, b := join(t, redisURL(r), 1), join(t, redisURL(r), 1)
-	conversation := ticketOf(0)
-	_, ok := b.state.HandOvers.TakeConversation(conversation)
-	require.False(t, ok)
-	// Redis has 50 ms for each of these; on a busy machine it takes a few tries until it is in time for all.
-	eventually(t, "one of them gets the latest", func() bool {
-		conversation[0]++
-		require.NoError(t, a.state.HandOvers.PutConversation(conversation, []byte("first"), time.Minute))
-		require.NoError(t, a.state.HandOvers.PutConversation(conversation, []byte("second"), time.Minute))
-		var taken, latest atomic.Int32
-		var replicas sync.WaitGroup
-		for i := range 8 {
-			replicas.Go(func() {
-				if turn, ok := []*replica{a, b}[i%2].state.HandOvers.TakeConversation(conversation); ok {
-					taken.Add(1)
-					if string(turn) == "second" {
-						latest.Add(1)
-					}
-				}
-			})
-		}
-		replicas.Wait()
-		require.LessOrEqual(t, taken.Load(), int32(1))
-		return latest.Load() == 1
-	})
-
-	eventually(t, "what has no room takes the place of what was kept", func() bool {
-		require.NoError(t, a.state.HandOvers.PutConversation(conversation, []byte("third"), time.Minute))
-		require.ErrorIs(t, b.state.HandOvers.PutConversation(conversation, make([]byte, kvstate.MaxConversationBytes+1), time.Minute), paramstore.ErrFull)
-		_, ok := a.state.HandOvers.TakeConversation(conversation)
-		return !ok
-	})
-
-	conversation = [16]byte{1: 1}
-	require.NoError(t, a.state.HandOvers.PutConversation(conversation, []byte("fourth"), 50*time.Millisecond))
-	c := r.client()
-	defer c.Close()
-	eventually(t, "its time is over", func() bool { return c.Exists(context.Background(), a.store.o.turnKey(conversation)).Val() == 0 })
-	_, ok = b.state.HandOvers.TakeConversation(conversation)
-	require.False(t, ok, "its time is over")
-	for _, ttl := range []time.Duration{0, -time.Second} { // which Redis would keep for ever
-		require.NoError(t, a.state.HandOvers.PutConversation(conversation, []byte("fifth"), ttl))
-		_, ok = b.state.HandOvers.TakeConversation(conversation)
-		require.False(t, ok, "its time was over before it was kept")
-	}
 }
 
 // A batch for which Redis has no room, or an entry that is no batch, harms nobody.

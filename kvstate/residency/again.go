@@ -13,7 +13,7 @@ type Again struct {
 // lately is the time over which what is computed again is averaged, s.
 const lately = 600.0
 
-// add adds o, of which so much counts.
+// add adds o, weighted by a factor.
 func (a *Again) add(o Again, weight float64) {
 	a.Had += weight * o.Had
 	a.Evicted += weight * o.Evicted
@@ -56,7 +56,8 @@ func (t *Table) Report() Report {
 	return Report{Known: t.known, Live: live, Needs: t.needs, All: t.all, Lately: t.lately}
 }
 
-// fade lets what was computed in the last ten minutes count less, after so many seconds more.
+// fade lowers the counts of what was computed again, by the seconds that have passed: they are means of the last ten
+// minutes.
 func (t *Table) fade(seconds float64) {
 	old := t.lately
 	t.lately = Again{}

@@ -1,6 +1,6 @@
 // Package residency knows which conversations the KV memory of engines holds, and how likely each is to come back. It
-// needs prompts alone: one that extends an earlier prompt continues its conversation. A client's name for it only says
-// more about that client's own conversations.
+// needs nothing but prompts: one that extends an earlier prompt continues its conversation. A client's name for it only
+// says more about that client's own conversations.
 //
 // Arrows: it imports nothing of Tandem. What fleets do with it is in package picker (docs/decision.md, Memory).
 package residency
@@ -49,7 +49,7 @@ type Conversation struct {
 	tokens  float64
 	shared  float64 // of those, at the beginning, that others have too
 	had     int     // blocks of the prompt that has arrived which earlier ones had; 0: none, or counted
-	running int     // requests that engines have: those whose end this table was not told of
+	running int     // requests that engines have: their end was not reported to this table
 	// When its last answer ended. In the future: it is busy until about then, since it waits, or another replica's
 	// request runs.
 	since   float64
@@ -74,12 +74,12 @@ type place struct {
 type Table struct {
 	mu             sync.Mutex
 	tips, names    map[uint64]*Conversation
-	lengths        []int32         // how many conversations have a prompt of so many blocks
+	lengths        []int32         // by the number of a prompt's blocks: how many conversations have such a prompt
 	shared         map[uint64]bool // names that several conversations have at once
 	oldest, newest *Conversation
 	known, placed  int
 	sparePlaces    *place    // linked by newer
-	outdated       []*Engine // whose summaries lack something
+	outdated       []*Engine // engines whose summaries are incomplete
 	// By bin: conversations that returned, and seconds for which conversations were idle.
 	returned, idle [bins]float64
 	hazard         [bins]float64     // returns a second
@@ -325,7 +325,7 @@ func (t *Table) tipOf(p *Prompt) *Conversation {
 // find returns the conversation of a prompt, and a new one if it extends none.
 func (t *Table) find(p *Prompt) *Conversation {
 	if c := t.tipOf(p); c != nil {
-		if c.left { // it goes on, so several have its name
+		if c.left { // it goes on after all, so its name belongs to several conversations
 			c.left = false
 			t.ambiguous(c.name)
 		}
@@ -479,7 +479,7 @@ func (t *Table) Holds(last uint64, at *Engine, now float64) {
 	}
 }
 
-// End records the end of a request that was sent so many seconds ago, with an answer of so many tokens.
+// End records the end of a request, with the seconds since it was sent and the tokens of its answer.
 func (t *Table) End(c *Conversation, answer, took, now float64) {
 	t.mu.Lock()
 	defer t.mu.Unlock()

@@ -49,7 +49,7 @@ type reading struct {
 	running, waiting    float64 // summed over data-parallel ranks
 	usage               float64 // of the fullest rank, 0 to 1
 	tokens              float64 // capacity, summed
-	blocks, blockTokens float64 // the same as a product, for engines that report it so
+	blocks, blockTokens float64 // the same as a product of two figures, for engines that report those
 	ranks               map[string]bool
 	transfers           transferCounts
 	answers             answerCounts
@@ -214,8 +214,8 @@ func (r *reading) vllmOffloading(s sample) {
 
 // sglang reads srt/observability/metrics_collector.py of SGLang 0.4.9 to 0.5.23. Every rank of a tensor- or
 // pipeline-parallel group exports the same, data-parallel ranks each their own. Requests that wait for a hand-over
-// count as waiting. None of this shows that its scheduler stands still: the gauges are those of the last batch, for up
-// to 30 s after it (scheduler_runtime_checker_mixin.py), and its counters rise when answers end.
+// count as waiting. None of these metrics shows that its scheduler stands still: the gauges are those of the last
+// batch, for up to 30 s after it (scheduler_runtime_checker_mixin.py), and its counters rise when answers end.
 func (r *reading) sglang(s sample) {
 	var sum *float64
 	switch string(s.name) {

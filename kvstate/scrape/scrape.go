@@ -19,7 +19,7 @@ import (
 )
 
 // The interval between scrapes of an endpoint, the timeout, and the number of concurrent scrapes. Endpoints that did
-// not answer last time have as many slots of their own, so that hanging engines never delay others. Endpoints without
+// not answer last time have slots of their own, as many, so that hanging engines never delay others. Endpoints without
 // load metrics are scraped seldom.
 //
 // An engine at rest is asked in every second of its turns: it had nothing to do in several scrapes, and nothing is

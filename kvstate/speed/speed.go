@@ -20,8 +20,8 @@ const (
 	// Kept is how long observations are used after the last one.
 	Kept = 10 * time.Minute
 
-	// DoubtEndpoint is the age of its last observation from which on what was learned of an endpoint is doubted: it
-	// counts for a quarter at twice the age. A healthy endpoint in use is observed every few seconds.
+	// DoubtEndpoint is the age of the last observation from which on the trust in what was learned of an endpoint
+	// falls: to a quarter at twice that age. A healthy endpoint in use is observed every few seconds.
 	DoubtEndpoint = 30 * time.Second
 	// DoubtPool is the same age for what was learned of a whole pool.
 	DoubtPool = 2 * time.Minute
@@ -32,7 +32,7 @@ const (
 	bound      = 10.0 // the largest ratio to the model, either way
 	leap       = 4.0  // one observation counts for at most this many times the known ratio ...
 	// ... of its work or of a full step's, seconds: the first of a batch that ends has the time of all of them. The
-	// work counts for as many times what was observed, too: it may be an estimate that is far too high.
+	// work counts for at most a multiple of what was observed, because its estimate may be far too high.
 	fullStep = 0.5
 )
 
@@ -60,8 +60,9 @@ func (s *Learned) Ratio(prior float64, now int64) float64 {
 	return min(max(r, 1/bound), bound)
 }
 
-// Trust returns how much what was learned counts, when its last observation is so old: 1 up to the age doubted, less
-// from then on. Without it an endpoint that was slow once would get nothing, and could not show that it has recovered.
+// Trust returns the weight of what was learned, by the age of its last observation: 1 up to the age from which on it is
+// doubted, and then less. Without it an endpoint that was slow once would get nothing, and could not show that it has
+// recovered.
 func Trust(age, doubted time.Duration) float64 {
 	if age <= doubted {
 		return 1

@@ -71,7 +71,7 @@ type HandOver struct {
 	Lease time.Duration // how long prefill keeps KV that nobody has fetched (vLLM: kv_lease_duration); 0: DefaultLease
 	Final bool          // nothing renews the lease, however long a request waits for its turn
 	// Partners: requests are reserved at this engine while another one works for them, and reach it only after that.
-	// Then its reservations say nothing of it.
+	// Then its reservations show nothing about it.
 	Partners bool
 	// KeepsAnswers: engines that decode keep the KV of their answers for a while, in case somebody fetches it.
 	KeepsAnswers bool
@@ -84,9 +84,10 @@ type Tracker struct {
 	fetched  []period // periods without a waiting request, so each had its KV; oldest first
 	last     Sample
 	moved    time.Time // when it last showed progress
-	only     time.Time // since when only reservations say that it has requests; zero: they do not
+	// since when nothing but reservations shows that it has requests; zero: something else does, or it has none
+	only     time.Time
 	lost     int64     // reservations that count as lost
-	shown    int64     // of the reservations, those that it may have answered: it has worked since they were made
+	shown    int64     // reservations that it may have answered, because it has worked since they were made
 	stuck    time.Time // since when it must work, and does not; zero: it need not
 	stuckFor int       // scrapes since
 	standing bool
@@ -196,7 +197,7 @@ func (t *Tracker) bound(s *Sample) time.Duration {
 	if !t.handOver.Final {
 		most = cmp.Or(t.handOver.Lease, DefaultLease) * 3 / 5
 	}
-	if s.Counts.Work == 1 { // its first request, for which it may compile, and its speed is not known
+	if s.Counts.Work == 1 { // its first request: the engine may compile for it, and its speed is not known
 		return most
 	}
 	return min(base+max(s.Patience, 0), most)

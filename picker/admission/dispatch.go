@@ -32,10 +32,10 @@ type Host interface {
 	ShortOfMemory() bool
 }
 
-// Arrive handles a request that arrives: it is dispatched if an endpoint has capacity for it beside the requests
-// before it, and waits otherwise. If the queue is full, a request of lower priority is shed or the first one
-// dispatched early. Arrive returns false if the request itself must be refused. enough is the time of an engine
-// step in seconds ([picker.Model.FullStep]).
+// Arrive handles a request that arrives: it is dispatched if an endpoint has capacity for it after the requests before
+// it, and waits otherwise. If the queue is full, a request of lower priority is shed or the first one dispatched early.
+// Arrive returns false if the request itself must be refused. enough is the time of an engine step in seconds
+// ([picker.Model.FullStep]).
 func (q *Queue) Arrive(k *picker.Picker, h Host, id uint64, now, enough float64) bool {
 	if h.ShortOfMemory() {
 		q.bind(k, h, id, Early)
@@ -240,8 +240,9 @@ func firstLeg(c *picker.Choice) int {
 	return c.Decode
 }
 
-// mayGo reports whether a request may go to its choice now. One that cannot be served need not wait either, unless
-// its endpoints are only full. Nor does one whose endpoint has failed and gets a trial: its work there does not end.
+// mayGo reports whether a request may go to its choice now. One that cannot be served need not wait either, unless its
+// endpoints are only full. A request whose endpoint has failed and gets a trial does not count either: its work there
+// does not end.
 func mayGo(k *picker.Picker, v *kvstate.View, c picker.Choice, err error, enough float64) bool {
 	switch {
 	case c.Wait:

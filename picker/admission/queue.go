@@ -55,7 +55,7 @@ type Waiting struct {
 
 	due  float64 // of a remote request: since when it could be dispatched, as seen from here; infinite: it cannot
 	sent bool
-	look float64 // when to look again whether there is memory for it; 0: it does not wait for that
+	look float64 // when to check again whether there is memory for it; 0: it does not wait for memory
 }
 
 // MaxWait is how long a request may wait by default, in seconds. Then its host calls [Queue.Expire]. If Envoy buffers
@@ -67,7 +67,8 @@ const (
 	ageing            = 0.2 // of the key per second of arrival
 	maxWalk           = 128 // requests that one dispatch considers ...
 	maxHeld           = 512 // ... plus those that wait for their targets, which block no others
-	fullWalk          = 16  // of those, once every endpoint is busy: only decode alone may still be possible
+	// of these, requests that are checked once every endpoint is busy: only decode alone may be possible then
+	fullWalk = 16
 
 	walkEvery = 0.020 // s: how often the queue is walked if nothing happens
 	lookEvery = 0.250 // s: how often what waits for memory is looked at
@@ -130,8 +131,8 @@ func (q *Queue) delete(at int) {
 	q.waiting = slices.Delete(q.waiting, at, at+1)
 }
 
-// Sheddable returns the request to shed for one of a priority: the last local one of the lowest priority, if that
-// is below 0 and below the other's.
+// Sheddable returns the request to shed for a request of a priority: the last local one of the lowest priority, if that
+// is below 0 and below the given one.
 func (q *Queue) Sheddable(priority int32) (id uint64, ok bool) {
 	for i := len(q.waiting) - 1; i >= 0; i-- {
 		if last := &q.waiting[i]; last.Replica == 0 {

@@ -6,11 +6,11 @@ import (
 	"tandem/picker"
 )
 
-// Several replicas dispatch the requests of one pool, and each holds the requests that arrived at it. If each
-// ordered its own only, the shortest of one would go before a shorter one of another, and two would send to the
-// same endpoint when it is free. So replicas publish their requests, and those of the others have a place in
-// everybody's queue: they are placed like its own, and count as work at their endpoints. There is no leader: with
-// the same input all decide the same, and each dispatches its own.
+// Several replicas dispatch the requests of one pool, and each holds the requests that arrived at it. If each replica
+// ordered only its own requests, the shortest of one would go before a shorter one of another, and two replicas would
+// send to the same endpoint when it is free. So replicas publish their requests, and each has those of the others in
+// its queue: they are placed like its own, and count as work at their endpoints. There is no leader: with the same
+// input all replicas decide the same, and each dispatches its own requests.
 //
 // Publications are late, and their sender may be gone. So no replica waits longer than [patience]: a remote request
 // that could go, as seen from here, and does not, blocks no others any more, nor do others of its replica.

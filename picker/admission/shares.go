@@ -2,7 +2,7 @@ package admission
 
 // shares gives each flow a fair share of the dispatched work (generalised processor sharing: Parekh and Gallager,
 // 1993). Every flow has a virtual time, which advances with the work dispatched for it. The common virtual time
-// advances as if all flows got the same. A flow's debt is the difference between its own time and the common one.
+// advances as if all flows got equal shares. A flow's debt is the difference between its own time and the common one.
 type shares struct {
 	flows  map[uint64]*flow
 	active int     // flows with waiting requests

@@ -15,7 +15,7 @@ const (
 	fallAfter = 5 * time.Minute  // and less before it falls
 	settle    = time.Minute      // nothing is advised before: the load is known as that of the last minute
 	spare     = 0.3              // engines that are left over after a number fell
-	catchUp   = 60.0             // s: what arrives in it is what was computed in it, and what waits
+	catchUp   = 60.0             // s: the work that arrives in this time is what was computed in it, and what waits
 )
 
 // Needs are how many engines the load needs, as fractions. They do not depend on how many there are, as long as those
@@ -72,7 +72,7 @@ func (f *Fleet) Needs() (n Needs) {
 	return n
 }
 
-// Word is an endpoint's word, and how it got it.
+// Word is an endpoint's assigned role, and how it got it.
 type Word struct {
 	Word  string    `json:"word"` // prefill or decode
 	Since time.Time `json:"since"`
@@ -131,7 +131,7 @@ func (a *Advisor) Next(now time.Time, f *Fleet, whole bool) Advice {
 	if whole {
 		n.Answers, n.Prompts, w = n.Answers+n.Prompts, 0, Want{Decodes: n.All}
 	}
-	if k := len(a.last); k > 0 { // what half of a leg serves says little of what all would
+	if k := len(a.last); k > 0 { // how much half of a leg serves predicts little of how much all of it would
 		if n.Decodes == 0 || 2*n.Decodes < n.decodes {
 			n.Answers = max(n.Answers, a.last[k-1].answers)
 		}
@@ -170,7 +170,7 @@ func (a *Advisor) over(window time.Duration, of func(*reading) float64) (lo, hi 
 	return lo, hi
 }
 
-// wanted returns a number of whole engines: the one before, as long as it suffices and is not too high.
+// wanted returns a number of whole engines: the previous one, as long as it suffices and is not too high.
 func (a *Advisor) wanted(before int, of func(*reading) float64) int {
 	lo, _ := a.over(riseAfter, of)
 	_, hi := a.over(fallAfter, of)

@@ -26,7 +26,8 @@ const (
 	// provides; in between nothing changes.
 	more = 0.5
 	less = 0.1
-	// Among the numbers that suffice for both sides, another one must be cheaper by this part, and by so many requests.
+	// Among the numbers that suffice for both sides, another one must be cheaper by this share, and by this many
+	// requests.
 	cheaper      = 0.05
 	fewer        = 0.02
 	queueTooLong = 2.0 // s of prompts on an engine that keeps its word until they are computed
@@ -140,7 +141,7 @@ type Why uint8
 // The reasons.
 const (
 	Cheapest      Why = iota // both sides have enough, and the number has the least price
-	PromptsNeed              // it is the least number that prompts need
+	PromptsNeed              // prompts need at least this number
 	AnswersNeed              // too few engines for both: answers get what they need, prompts the others
 	TooFewEngines            // there is one engine, or none
 	Conversations            // two copies of those that come back do not fit: whole engines serve
@@ -238,8 +239,8 @@ func (f *Fleet) cheapest(s *sums, w *Want) (p float64, why Why) {
 	return p, why
 }
 
-// price returns what a second with so many engines for prompts costs: the requests that wait for their first token, and
-// the answers that run, at the pool's weight.
+// price returns the cost of a second with a number of engines for prompts: the requests that wait for their first
+// token, and the running answers, at the pool's weight.
 func (f *Fleet) price(s *sums, prefills float64) float64 {
 	// what waits, on average over the horizon, and what a queue with random arrivals holds (Sakasegawa 1977)
 	drift := f.Arriving - prefills
@@ -272,7 +273,7 @@ type Change struct {
 	Want Want
 }
 
-// Reason says why the word changes, for people.
+// Reason describes for operators why the assigned role changes.
 func (c *Change) Reason() string {
 	switch {
 	case c.Want == (Want{}):
@@ -284,8 +285,8 @@ func (c *Change) Reason() string {
 }
 
 // Changes returns the words that change now: of engines without a word all, of others one in eight of the usable
-// engines, at most as many as are wanted. An engine to prefill is the one with the fewest answers, which go on there;
-// one to decode has the least prompts waiting.
+// engines, at most as many as are wanted. The engine with the fewest answers, which go on there, becomes one that
+// prefills; the one with the fewest waiting prompts becomes one that decodes.
 func (f *Fleet) Changes() (out []Change) {
 	if f.whole() {
 		return f.toWhole()

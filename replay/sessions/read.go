@@ -103,12 +103,12 @@ func (r *row) UnmarshalJSON(text []byte) error {
 	return nil
 }
 
-// rounded is how many tokens of a prompt the next one may not repeat and still contain the answer behind it: what is
-// shared is recorded in units of 64 tokens.
+// rounded is how many tokens of a prompt may be missing in the next one if that contains the answer, too: the shared
+// part is recorded in units of 64 tokens.
 const rounded = 128
 
-// had returns how many tokens of a prompt are the beginning of an earlier one and its answer, if so many are of the
-// prompt alone.
+// had returns how many tokens at the beginning of a prompt come from an earlier prompt and its answer, if shared of
+// them come from the prompt alone.
 func had(from, t *Turn, shared int) int {
 	if t.Back == 1 && from.Input-shared < rounded && t.Input > from.Input {
 		shared = from.Input + from.Output

@@ -1,10 +1,10 @@
-// Package assign gives endpoints that may serve both legs their words while a server runs, and says what the same rule
-// (picker/roles) would want of a pool with fixed roles.
+// Package assign gives endpoints that may serve both legs their assigned roles while a server runs, and reports what
+// the same rule (picker/roles) would choose for a pool with fixed roles.
 //
-// Every few seconds one replica decides: the one that has run longest, of those that live. It writes the words, with
-// their reasons, into Redis; the others read them twice a second. When it dies, the next one goes on from the words
-// that are there. While Redis does not answer, nobody decides, and each replica keeps the words that it has. Without
-// Redis there is one replica, and it decides.
+// Every few seconds one replica decides: the living one that has run longest. It writes the words, with their reasons,
+// into Redis; the others read them twice a second. When it dies, the next one goes on from the words that are there.
+// While Redis does not answer, no replica decides, and each keeps the roles that it has. Without Redis there is one
+// replica, and it decides.
 //
 // Arrows: it imports picker/roles for the rule, and kvstate for what it reads and sets.
 package assign

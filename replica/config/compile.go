@@ -73,7 +73,7 @@ func Spec(p *configv1.Pool) kvstate.PoolSpec {
 	return kvstate.PoolSpec{Name: p.GetName(), Models: p.GetModels(), KeyFile: p.GetApiKeyFile(), Facts: d.Alike(),
 		Alike: Alike(p),
 		HandOver: standstill.HandOver{Lease: d.Lease, Final: d.Final, Partners: partners,
-			KeepsAnswers: p.GetNixl().GetDeclineExpired() || p.GetNixl().GetBidirectional()}}
+			KeepsAnswers: p.GetNixl().GetDeclineExpired()}}
 }
 
 // PoolSpecs returns the pools of a configuration that lists their endpoints.

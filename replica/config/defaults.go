@@ -109,7 +109,8 @@ func several(extProcs []string) bool {
 	return err != nil
 }
 
-// besides returns the replan ports of replicas that are configured only by their main port: they listen alike.
+// besides returns the replan ports of replicas of which only the main port is configured: all replicas use the same
+// ports.
 func besides(extProcs []string, replan string) (replans []string) {
 	_, port, err := net.SplitHostPort(replan)
 	if err != nil {

@@ -22,7 +22,6 @@ func DialectOf(p *configv1.Pool) kvtransfer.Dialect {
 func DialectOptions(p *configv1.Pool) kvtransfer.Options {
 	o := kvtransfer.Options{
 		Name: p.GetKvTransfer(), Members: p.GetMembers(), ReuseTokenIDs: p.GetNixl().GetReuseTokenIds(),
-		Bidirectional: p.GetNixl().GetBidirectional(), TurnTTL: Duration(p.GetNixl().GetTurnTtl()),
 		Lease: cmp.Or(Duration(p.GetNixl().GetLease()), Duration(p.GetKvTimeout())),
 		Key:   p.GetOrchestrated().GetKey(), Params: p.GetOrchestrated().GetHandOver() == "params",
 		NoticeTimeout: Duration(p.GetLmcache().GetNoticeTimeout()), RetFirstToken: p.GetLmcache().GetRetFirstToken(),

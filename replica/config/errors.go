@@ -66,8 +66,8 @@ type warning struct {
 	given      []string // paths of other settings that it rests on
 }
 
-// unmisled returns the warnings that hold in spite of the errors. A warning may follow from an error if that is in a
-// setting on which the warning rests, in a field whose name was meant to be one of these, or in the file as a whole.
+// unmisled returns the warnings that hold in spite of the errors. A warning may be caused by an error if the error is
+// in a setting that the warning depends on, in a field that was meant to be such a setting, or in the file as a whole.
 func (m ValidationErrors) unmisled(all []warning) (out []string) {
 	for _, w := range all {
 		misled := func(e ValidationError) bool {

@@ -12,7 +12,7 @@ func TestInsideTakesWhatItDoes(t *testing.T) {
 	const engines = "[{address: \"10.0.0.1:1\", role: prefill, scheme: https}, {address: \"10.0.0.2:1\", role: decode}]"
 	for _, pool := range []string{
 		"kvTransfer: nixl-push", "kvTransfer: sglang", "kvTransfer: mooncake", "kvTransfer: trtllm",
-		"kvTransfer: nixl, nixl: {bidirectional: true}", "kvTransfer: nixl, nixl: {declineExpired: true}",
+		"kvTransfer: nixl, nixl: {declineExpired: true}",
 		"kvTransfer: nixl, cachedTokens: prefill",
 	} {
 		t.Run(pool, func(t *testing.T) {

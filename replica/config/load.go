@@ -16,8 +16,8 @@ import (
 )
 
 // Load reads a configuration file. Warnings name settings that are accepted but have no effect, or probably not the
-// intended one; with an error they are those that the error does not call in question. An error is [ValidationErrors],
-// or the reason why the file cannot be read. also checks the readable part; its mistakes are added.
+// intended one; with an error they are those that do not depend on it. An error is [ValidationErrors], or the reason
+// why the file cannot be read. also checks the readable part; its mistakes are added.
 func Load(path string,
 	also ...func(*configv1.Config) ValidationErrors) (c *configv1.Config, warnings []string, err error) {
 	return load(path, nil, also...)
@@ -70,7 +70,7 @@ func Parse(text []byte,
 	return parse(text, nil, also...)
 }
 
-// parse is Parse. before sees what the text says, without defaults, and may change it; nil: nothing does.
+// parse is Parse. before gets the parsed text, without defaults, and may change it; it may be nil.
 func parse(text []byte, before func(*ValidationErrors, *configv1.Config),
 	also ...func(*configv1.Config) ValidationErrors) (c *configv1.Config, warnings []string, err error) {
 	var m ValidationErrors

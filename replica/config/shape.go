@@ -211,8 +211,8 @@ func (m *ValidationErrors) addUnknown(path, name string, d protoreflect.MessageD
 	for i := range d.Fields().Len() {
 		all = append(all, d.Fields().Get(i).JSONName())
 	}
-	if slices.Contains(goneFields, name) {
-		m.add(Join(path, name), "is gone with kvTransfer p2p-nccl: remove it")
+	if what, gone := goneFields[name]; gone {
+		m.add(Join(path, name), "is gone %s", what)
 		return
 	}
 	near := engineFields[strings.NewReplacer("_", "", "-", "").Replace(strings.ToLower(name))]
@@ -233,8 +233,14 @@ var engineFields = map[string]string{
 	"host": "address", "port": "address", "url": "address",
 }
 
-// goneFields are settings that only kvTransfer p2p-nccl had.
-var goneFields = []string{"registration", "kvPort"}
+// goneFields are settings of earlier builds: why they are gone, and what to do.
+var goneFields = map[string]string{
+	"registration": "with kvTransfer p2p-nccl: remove it",
+	"kvPort":       "with kvTransfer p2p-nccl: remove it",
+	"bidirectional": "since decode appends a conversation's next turn (docs/adr/0103): remove it, and set declineExpired " +
+		"if the engines run with bidirectional_kv_xfer",
+	"turnTtl": "with nixl.bidirectional: remove it",
+}
 
 // nearest returns the name with the least edit distance to a misspelt one, "" if none is near.
 func nearest(misspelt string, names []string) string {

@@ -8,7 +8,6 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"time"
 
 	"tandem/extproc/kvtransfer"
 	"tandem/kvstate"
@@ -99,7 +98,6 @@ func checkDialect(v *validator, path string, p *configv1.Pool) {
 	}
 	checkOnlyWith(v, path+".lmcache", p.Lmcache != nil, p, "lmcache")
 	checkOnlyWith(v, path+".nixl", p.Nixl != nil, p, "nixl")
-	checkBidirectional(v, path, p)
 	checkLease(v, path, p)
 	checkOnlyWith(v, path+".orchestrated", p.Orchestrated != nil, p, "orchestrated")
 	checkOnlyWith(v, path+".members", len(p.Members) > 0, p, "multi")
@@ -126,48 +124,17 @@ func checkLease(v *validator, path string, p *configv1.Pool) {
 	if p.KvTimeout != "" && !DialectOf(p).Final {
 		v.m.add(path+".kvTimeout", "has no effect with kvTransfer %s: remove it", p.KvTransfer)
 	}
-	if n.GetDeclineExpired() && n.GetBidirectional() {
-		v.m.add(path+".nixl.declineExpired",
-			"cannot be beside nixl.bidirectional: what engines say of answers that they keep is needed there")
-	}
 	if n.GetDeclineExpired() && p.Handoff != "envoy" {
 		v.m.add(path+".nixl.declineExpired", "needs handoff envoy, not %s: the hand-over is written there", p.Handoff)
-	}
-}
-
-// checkBidirectional checks the reuse of turns.
-func checkBidirectional(v *validator, path string, p *configv1.Pool) {
-	n := p.Nixl
-	if at := path + ".nixl.turnTtl"; n.GetTurnTtl() != "" {
-		switch d := Duration(n.TurnTtl); {
-		case !n.Bidirectional:
-			v.warnGiven([]string{path + ".nixl.bidirectional"}, at, "has no effect without nixl.bidirectional")
-		case d >= decoderTTL:
-			v.warn(at, "%s is not below %s, for which engines keep answers unless their decoder_kv_blocks_ttl says "+
-				"otherwise: prefill would be sent for blocks that are another prompt's by then", d, decoderTTL)
-		}
-	}
-	if !n.GetBidirectional() {
-		return
-	}
-	if p.Handoff != "envoy" {
-		v.m.add(path+".nixl.bidirectional",
-			"needs handoff envoy, not %s: what decode keeps is taken out of its answer there", p.Handoff)
-	}
-	if s := p.Session; s.GetHeader() == "" && s.GetCookie() == "" && s.GetBody() == "" {
-		v.warnGiven([]string{path + ".session"}, path+".nixl.bidirectional",
-			"finds no conversation without the pool's session: answers are cleaned, and no turn is reused")
 	}
 }
 
 // RewritesAnswers reports whether the external processor rewrites answers of the pool.
 func RewritesAnswers(p *configv1.Pool) bool {
 	d := DialectOf(p)
-	return d.Continue != nil || d.Turns != nil || p.GetCachedTokens() == "prefill" ||
+	return d.Continue != nil || p.GetCachedTokens() == "prefill" ||
 		d.Concurrent != nil && d.Concurrent.JoinsAnswers
 }
-
-const decoderTTL = 480 * time.Second // vLLM's default of decoder_kv_blocks_ttl
 
 var (
 	orchestratedKey = regexp.MustCompile(`^disagg_[A-Za-z0-9_]{1,57}$`)
@@ -211,10 +178,6 @@ func checkTransfers(v *validator, path string, p *configv1.Pool) {
 		case p.Nixl.GetReuseTokenIds() && kvtransfer.Older(e.Release, 32):
 			v.m.add(at+".release",
 				"%s does not take prefill's token ids: nixl.reuseTokenIds needs vLLM 0.32 or newer on both sides",
-				e.Release)
-		case p.Nixl.GetBidirectional() && kvtransfer.Older(e.Release, 21):
-			v.m.add(at+".release",
-				"%s keeps no answers for the next turn: nixl.bidirectional needs vLLM 0.21 or newer on both sides",
 				e.Release)
 		case usesP2P(p) && kvtransfer.Older(e.Release, 25):
 			v.m.add(at+".release", "%s has no P2P tier: kvTransfer %s needs vLLM 0.25 or newer on both sides",

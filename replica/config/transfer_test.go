@@ -102,9 +102,7 @@ func TestTransferErrors(t *testing.T) {
 		"not a release":                   {pool("nixl", "", ", release: latest", ", release: latest"), []string{at + `[0].release: "latest" is not a release such as 0.32.0`, at + `[1].release: "latest" is not a release such as 0.32.0`}},
 		"a release that takes no ids":     {pool("nixl", "nixl: {reuseTokenIds: true}", ", release: 0.31.0", ", release: 0.32.0"), []string{at + "[0].release: 0.31.0 does not take prefill's token ids: nixl.reuseTokenIds needs vLLM 0.32 or newer on both sides"}},
 		"a release without the tier":      {pool("offload", "", ", release: 0.24.0", ", release: 0.25.1"), []string{at + "[0].release: 0.24.0 has no P2P tier: kvTransfer offload needs vLLM 0.25 or newer on both sides"}},
-		"a release that keeps no turns":   {pool("nixl", "session: {header: x}\n  nixl: {bidirectional: true}", ", release: 0.20.2", ", release: 0.21.0"), []string{at + "[0].release: 0.20.2 keeps no answers for the next turn: nixl.bidirectional needs vLLM 0.21 or newer on both sides"}},
-		"turns, elsewhere":                {pool("nixl", "session: {header: x}\n  handoff: sidecar\n  nixl: {bidirectional: true}", "", ""), []string{"pools[0].nixl.bidirectional: needs handoff envoy, not sidecar: what decode keeps is taken out of its answer there"}},
-		"turns for ever":                  {pool("nixl", "session: {header: x}\n  nixl: {bidirectional: true, turnTtl: for ever}", "", ""), []string{`pools[0].nixl.turnTtl: "for ever" is not a duration such as 300s, 5m or 250ms`}},
+		"turns that prefill fetches":      {pool("nixl", "nixl: {bidirectional: true, turnTtl: 60s}", "", ""), []string{"pools[0].nixl.bidirectional: is gone since decode appends a conversation's next turn (docs/adr/0103): remove it, and set declineExpired if the engines run with bidirectional_kv_xfer", "pools[0].nixl.turnTtl: is gone with nixl.bidirectional: remove it"}},
 		"a host with a port":              {pool("nixl", "", ", transfer: {host: \"10.0.0.9:5600\"}", ""), []string{at + `[0].transfer.host: "10.0.0.9:5600" is neither an IP address nor a name; it has no port`}},
 		"no members":                      {pool("multi", "", "", ""), []string{"pools[0].members: is missing: the connectors within MultiConnector, some of nixl, offload, shared"}},
 		"unknown members":                 {pool("multi", "members: [nixl, lmcache, nixl]", "", ""), []string{`pools[0].members[1]: "lmcache" is not one of nixl, offload, shared`, "pools[0].members[2]: nixl is there twice"}},
@@ -127,12 +125,7 @@ func TestIncompatibleEndpoints(t *testing.T) {
 		yaml string
 		want string
 	}{
-		"releases":            {pool("nixl", "", ", release: 0.31.0", ", release: 0.32.0"), `pools[0].endpoints[0]: no endpoint that decodes pairs with it (group "", release 0.31.0), so it will never be used`},
-		"turns of no session": {pool("nixl", "nixl: {bidirectional: true}", "", ""), "pools[0].nixl.bidirectional: finds no conversation without the pool's session: answers are cleaned, and no turn is reused"},
-		"turns for too long": {pool("nixl", "session: {header: x}\n  nixl: {bidirectional: true, turnTtl: 8m}", "", ""),
-			"pools[0].nixl.turnTtl: 8m0s is not below 8m0s, for which engines keep answers unless their decoder_kv_blocks_ttl says otherwise: " +
-				"prefill would be sent for blocks that are another prompt's by then"},
-		"a time for no turns": {pool("nixl", "nixl: {turnTtl: 60s}", "", ""), "pools[0].nixl.turnTtl: has no effect without nixl.bidirectional"},
+		"releases": {pool("nixl", "", ", release: 0.31.0", ", release: 0.32.0"), `pools[0].endpoints[0]: no endpoint that decodes pairs with it (group "", release 0.31.0), so it will never be used`},
 		"replicas": {"notices: {listen: \"0.0.0.0:7500\"}\ntickets: {keyFile: k}\nenvoy: {extProcs: [\"a:1\", \"b:1\"]}\n" + pool("lmcache", "", "", ""),
 			"notices: a notice reaches one replica, and prefill legs at the others wait noticeTimeout in vain: share it through state.redis, or set lmcache.skipNotices (pd_skip_proxy_notification of the engines)"},
 		"no notices": {"notices: {}\n" + pool("nixl", "", "", ""), "notices: has no effect: no pool has kvTransfer lmcache with notices"},

@@ -13,7 +13,7 @@ func setUsageDefaults(u *configv1.Usage) {
 	}
 }
 
-// RecordDefaults returns what holds for a recording where the configuration says nothing.
+// RecordDefaults returns the settings of a recording that the configuration does not set.
 func RecordDefaults() *configv1.Record {
 	c := &configv1.Config{Record: &configv1.Record{}}
 	setAbsent(c.ProtoReflect())

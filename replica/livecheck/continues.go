@@ -51,7 +51,7 @@ func (r *Report) AskContinuing(ctx context.Context, cfg *configv1.Config) {
 	}
 }
 
-// continues asks an engine. why says how it fails; with known false, why nothing was learned.
+// continues asks an engine. why describes how it fails or, if known is false, why nothing was learned.
 func continues(ctx context.Context, client *enginehttp.Client, e *kvstate.Endpoint) (why string, known bool) {
 	var models struct {
 		Data []struct{ ID string }

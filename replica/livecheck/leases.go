@@ -67,7 +67,7 @@ func (a *engineAnswer) checkDeclines(at string, n *configv1.NIXL) {
 	case n.GetDeclineExpired() && !looks:
 		a.report(at, "the pool has nixl.declineExpired, and the engine does not look at when leases end: "+
 			"start it with %s in kv_connector_extra_config", `"bidirectional_kv_xfer":true,"decoder_kv_blocks_ttl":1`)
-	case looks && !n.GetDeclineExpired() && !n.GetBidirectional():
+	case looks && !n.GetDeclineExpired():
 		a.report(at, "the engine runs with bidirectional_kv_xfer, and clients would get the "+
 			"kv_transfer_params of its answers: set nixl.declineExpired")
 	case n.GetDeclineExpired() && kept > 10:
@@ -84,7 +84,7 @@ func (a *engineAnswer) warn(path, format string, args ...any) {
 // advice returns the recommended settings that a pool lacks, in words; "" if it has them.
 func advice(p *configv1.Pool) string {
 	switch d := config.DialectOf(p); {
-	case !pulls(&d) || p.GetNixl().GetBidirectional() || p.GetHandoff() != "envoy":
+	case !pulls(&d) || p.GetHandoff() != "envoy":
 	case !p.GetNixl().GetDeclineExpired():
 		return p.GetName() + ": decode does not look at when the lease of KV ends, for nixl.declineExpired " +
 			"is not set: see docs/security.md, Wrong text"

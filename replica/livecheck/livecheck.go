@@ -29,7 +29,7 @@ import (
 	"tandem/status/words"
 )
 
-// timeout is the time limit of GET /health, and of a connection. [enginefacts] has those of other questions.
+// timeout is the time limit of GET /health, and of a connection. [enginefacts] has the limits of other requests.
 const timeout = 5 * time.Second
 
 // Report is the result of a check.

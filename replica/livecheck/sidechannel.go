@@ -23,8 +23,8 @@ import (
 const prefillTime = 30 * time.Second
 
 // checkSideChannel has vLLM's NIXL connector compute a short prompt for a decode engine, as requests do, and looks
-// whether the side channel that it names is open. No configuration has that address, and an engine that is not told one
-// names localhost. The engine keeps the prompt's block until its lease ends.
+// whether the side channel that it names is open. No configuration has that address, and an engine without one names
+// localhost. The engine keeps the prompt's block until its lease ends.
 func (a *engineAnswer) checkSideChannel(
 	ctx context.Context, client *enginehttp.Client, engine *kvstate.Endpoint, at string, p *configv1.Pool,
 	e *configv1.Endpoint,

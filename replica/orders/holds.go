@@ -45,8 +45,8 @@ func (h *Holds) String() string {
 	return fmt.Sprintf("all %d replicas", h.Replicas)
 }
 
-// Drained says what it means that no request of the replicas that hold an order runs on its endpoint any more. It is an
-// error if another replica may still send requests there.
+// Drained describes what follows when no request of the replicas that hold an order runs on its endpoint any more. It
+// is an error if another replica may still send requests there.
 func (h *Holds) Drained() (string, error) {
 	switch {
 	case !h.Redis:

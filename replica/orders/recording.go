@@ -9,7 +9,7 @@ import (
 )
 
 // ReadRecording reads an order that begins a recording: for how long, and of how many conversations one is recorded.
-// What it does not say stays as it is.
+// Settings that it does not have stay as they are.
 func ReadRecording(q url.Values, lasts *time.Duration, sample *int) error {
 	if text := q.Get("for"); text != "" {
 		d, err := time.ParseDuration(text)

@@ -1,8 +1,8 @@
 // Package proposal makes the configuration of a fleet of which only the addresses are known, for `tandem run`.
 //
 // [Ask] asks engines what they are, with the questions of `serve --check --live` ([enginefacts.Read]), and [Write]
-// writes a pool of them. What no engine says is taken as it is in most fleets, and the text says so: the live check of
-// the finished configuration finds out whether it is right.
+// writes a pool of them. What engines do not report is assumed to be as in most fleets, and a comment in the text marks
+// it: the live check of the finished configuration finds out whether it is right.
 package proposal
 
 import (
@@ -105,7 +105,7 @@ func (e *Engine) role() string {
 	return "both"
 }
 
-// dialect is the pool's kvTransfer, and how it is known.
+// dialect returns the pool's kvTransfer, and the engines' report from which it follows.
 type dialect struct{ name, why string }
 
 // choose finds the dialect that all engines speak.
@@ -158,7 +158,7 @@ func spoken(engine string) string {
 	return ""
 }
 
-// dialect is what one engine says of its dialect; no name: it says nothing.
+// dialect is what one engine reports about its dialect; without a name it reports nothing.
 func (e *Engine) dialect() (dialect, error) {
 	i := &e.Info
 	switch {

@@ -19,7 +19,7 @@ import (
 // Mark is the first line of a file that [Write] wrote.
 const Mark = "# Written by tandem run, which writes it anew each time. Delete this line to keep what you change."
 
-// Options are what the engines do not say.
+// Options are settings that the engines do not report.
 type Options struct {
 	Listen, ExtProc, Replan, Admin, EnvoyAdmin string // addresses
 	KVTransfer                                 string // the dialect; "": as the engines say

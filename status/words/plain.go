@@ -64,8 +64,9 @@ func plainValue(v any) any {
 	return v
 }
 
-// Escaped returns a writer of JSON in which all that does not print is \uXXXX: an encoder leaves DEL, C1 controls and
-// those that turn text around as they are. Each write must have whole characters, as those of encoders and of slog do.
+// Escaped returns a writer of JSON that writes unprintable characters as \uXXXX: encoders leave DEL, C1 controls and
+// those that change the direction of text as they are. Each write must have whole characters, as those of encoders and
+// of slog do.
 func Escaped(w io.Writer) io.Writer { return escaped{w} }
 
 type escaped struct{ to io.Writer }

@@ -16,8 +16,8 @@ func Share(part, all float64) string {
 	return fmt.Sprintf("%.0f %%", 100*part/all)
 }
 
-// Used says in a line what a request used; "" if nobody knows. expected is when its first token was expected; 0:
-// unknown.
+// Used describes in a line what a request used; "" if that is not known. expected is when its first token was expected;
+// 0: unknown.
 func Used(u *usage.Used, expected time.Duration) string {
 	if u == nil {
 		return ""

@@ -243,8 +243,8 @@ func answerJSON(w http.ResponseWriter, v any) {
 	_ = json.NewEncoder(w).Encode(v)
 }
 
-// answerSide answers a question of another engine's, whose connection is in; nil: the connection cannot be used any
-// more.
+// answerSide answers a question of another engine; in is the rest of its connection. nil: the connection cannot be used
+// any more.
 func (s *Node) answerSide(q *handover.Question, in *bufio.Reader) *handover.Answer {
 	if s.Faults.Unreachable() {
 		return nil

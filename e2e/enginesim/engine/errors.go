@@ -134,7 +134,7 @@ func InternalError(message string) *Error {
 	return &Error{Status: http.StatusInternalServerError, Typ: "InternalServerError", Message: message}
 }
 
-// Dead returns the last error of a vLLM whose engine process has raised.
+// Dead returns the error that vLLM gives after its engine process has died of an exception.
 func Dead() *Error {
 	return InternalError("EngineCore encountered an issue. See stack trace (above) for the root cause.")
 }

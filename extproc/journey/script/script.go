@@ -27,7 +27,9 @@ package script
 
 import (
 	"cmp"
+	"context"
 	"fmt"
+	"log/slog"
 	"os"
 	"path/filepath"
 	"regexp"
@@ -147,6 +149,10 @@ func (s *Script) setting(words []string) {
 		switch {
 		case i == 0:
 			s.Policy.Dialect = kvtransfer.Named(w)
+			if c := s.Policy.Dialect.Concurrent; c != nil && c.Peers != nil {
+				source := kvtransfer.PeerSource{Ask: identity}
+				s.Policy.Peers = source.NewPeers(slog.New(slog.DiscardHandler))
+			}
 		case w == "only":
 			s.only = words[i+1]
 			return
@@ -176,7 +182,12 @@ func (s *Script) setting(words []string) {
 	}
 }
 
-// KV is what P of a dialect answers by which D gets its blocks.
+// identity answers for an engine whose identity D's request needs.
+func identity(_ context.Context, e *kvstate.Endpoint) (kvtransfer.Peer, error) {
+	return kvtransfer.Peer{Ranks: []kvtransfer.Rank{{EngineID: "engine of " + e.Addr, Port: -1}}}, nil
+}
+
+// KV is the part of P's answer by which D of a dialect gets the blocks.
 const (
 	params = `{"do_remote_prefill":true,"do_remote_decode":false,"remote_block_ids":[[1,2]],"remote_engine_id":"e",` +
 		`"remote_request_id":"r","remote_host":"h","remote_port":5600,"tp_size":1}`
@@ -222,8 +233,8 @@ func (s *Script) answer(line string) Answer {
 	return a
 }
 
-// Next returns what comes next, from one of the roles that were asked. Time passes before it, if the script says so.
-// Between are the events of waits, which a transport may have to act on: then the answer has no role.
+// Next returns what comes next, from one of the roles that were asked. Time passes before it, if the script says so. An
+// answer without a role is an event while requests wait, on which a transport may have to act.
 func (s *Script) Next(asked string) Answer {
 	require.NotEmpty(s.t, s.answers, "%s: nothing more is said of engines\n%s", asked, s.said.String())
 	a := s.answers[0]
@@ -253,7 +264,7 @@ func (s *Script) Leaves() bool {
 	return leaves
 }
 
-// fill has every decode endpoint be full.
+// fill makes every decode endpoint full.
 func (s *Script) fill() {
 	for _, e := range s.State.Pool("chat").Endpoints() {
 		if e.Role == kvstate.RoleDecode {
@@ -262,7 +273,7 @@ func (s *Script) fill() {
 	}
 }
 
-// drain has an endpoint get no more work.
+// drain orders that an endpoint gets no more work.
 func (s *Script) drain(name string) {
 	for i, e := range s.Endpoints {
 		s.Endpoints[i].Draining = e.Draining || s.names[e.Addr] == name
@@ -295,7 +306,7 @@ func (s *Script) Asked(role byte, addr, body string) {
 }
 
 var (
-	room = regexp.MustCompile(`"(bootstrap_room|disagg_request_id)":[0-9]+`)
+	room = regexp.MustCompile(`"(bootstrap_room|disagg_request_id|ctx_request_id)":[0-9]{6,}`)
 	id   = regexp.MustCompile(`\b[0-9a-f]{32}\b`)
 )
 
@@ -313,19 +324,19 @@ func (s *Script) Client(status int, body string) {
 	fmt.Fprintf(&s.said, "the client <- %d %s\n", status, s.named(body))
 }
 
-// named has endpoints by their names.
+// named replaces addresses of endpoints by their names.
 func (s *Script) named(text string) string {
 	for addr, name := range s.names {
 		host, _, _ := strings.Cut(addr, ":")
-		text = strings.ReplaceAll(strings.ReplaceAll(text, addr, name), `"`+host+`"`, `"`+name+`"`)
+		text = strings.NewReplacer(addr, name, `"`+host+`"`, `"`+name+`"`, "//"+host+":", "//"+name+":").Replace(text)
 	}
 	return text
 }
 
-// ours begins the names of metrics that only one transport has.
+// ours are prefixes of the metrics that only one transport has.
 var ours = []string{"ext_proc_", "ticket", "hook_"}
 
-// Counted writes what was counted in all, and what the gauges of endpoints show.
+// Counted writes the totals of all counters, and the gauges of endpoints.
 func (s *Script) Counted(g prometheus.Gatherer) {
 	families, err := g.Gather()
 	require.NoError(s.t, err)
@@ -357,7 +368,7 @@ func (s *Script) Counted(g prometheus.Gatherer) {
 	}
 }
 
-// series is a line about a metric. v: -1 of a gauge that shows 0.
+// series is a line about a metric; its value v is -1 for a gauge that shows 0.
 func (s *Script) series(name string, m *dto.Metric, v float64) string {
 	line := name
 	for _, l := range m.GetLabel() {

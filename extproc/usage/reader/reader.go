@@ -1,4 +1,4 @@
-// Package reader reads the tokens that answers say, where answers pass a process of ours: inside Envoy. Beside Envoy a
+// Package reader reads counts of tokens from answers, where answers pass through Tandem: inside Envoy. Beside Envoy a
 // script reads them (envoy-configs/lua/usage.lua); both read the same (readertest).
 package reader
 
@@ -11,7 +11,7 @@ import (
 
 // Reader reads one answer, in pieces that end anywhere. It keeps none of it: of JSON it follows only the objects that
 // may say tokens, so what a client can have an engine repeat (a text, a tool's schema, metadata) is not taken for the
-// engine's own word. What is no JSON says nothing.
+// engine's own word. What is not JSON is ignored.
 type Reader struct {
 	stream     bool
 	said, next ended.Usage // next: of the object that is being read

@@ -8,8 +8,8 @@ import (
 	"sync/atomic"
 )
 
-// Bounds of what is read of Redis, in bytes: whoever else can write there may put anything under the keys that are
-// read. The largest values of Tandem's own are P's answers (16 MiB), and answers to operators (8 MiB).
+// Bounds of what is read of Redis, in bytes: others who can write there may put anything under the keys that are read.
+// The largest values of Tandem's own are P's answers (16 MiB), and answers to operators (8 MiB).
 const (
 	maxReply = 64 << 20 // of all replies to what was written at once
 	maxValue = 32 << 20 // of one value in them
@@ -18,8 +18,8 @@ const (
 // perElement is what the client keeps of an element of an array at least, before it has come, in bytes.
 const perElement = 16
 
-// boundedConn ends a connection whose reply is too large, before the client makes room for that: it does so by the
-// lengths that the reply says (go-redis 9.23, internal/proto/reader.go).
+// boundedConn closes a connection whose reply is too large before the client allocates memory for it: the client
+// believes the lengths in the reply (go-redis 9.23, internal/proto/reader.go).
 type boundedConn struct {
 	net.Conn
 
@@ -77,7 +77,7 @@ func (c *boundedConn) follow(b []byte, read int) error {
 	return nil
 }
 
-// says looks at the length that a line says, if it does. before is what has come up to here.
+// says checks the length in a line, if it has one. before is what has come up to here.
 func (c *boundedConn) says(before int) error {
 	line := bytes.TrimSpace(c.line)
 	if len(line) < 2 {

@@ -13,7 +13,7 @@ import (
 // takes no writes. What a refused command was for does not work, and everything else does, so nothing else shows it.
 // The zero value is ready.
 type Refusals struct {
-	Said func(command, reason string) // called for a command that was not refused lately; nil: nobody is told
+	Said func(command, reason string) // called for a command that was not refused lately; may be nil
 
 	mu        sync.Mutex
 	byCommand map[string]refusal // this program has some twenty commands
@@ -24,7 +24,7 @@ type refusal struct {
 	at     time.Time
 }
 
-// refusedFor is the time for which a command counts as refused: the rarest of those that repeat do so each minute.
+// refusedFor is the time for which a command counts as refused. Every repeated command is sent at least once a minute.
 const refusedFor = 2 * time.Minute
 
 // refused returns Redis's words if an error is a refusal; "" if not. Its words name no key and no value.

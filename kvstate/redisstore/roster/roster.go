@@ -24,7 +24,7 @@ type Member struct {
 	Heard           time.Time // when it last reported; zero for this replica
 }
 
-// Remembered is the time for which a replica that does not live any more stays in the [Roster].
+// Remembered is how long a replica that has ended stays in the [Roster].
 const Remembered = time.Hour
 
 // Bounds of another replica's record.
@@ -44,7 +44,7 @@ type Roster struct {
 	self   Member
 	edited int // counts changes of self, so that each pool publishes them once
 	others map[uint64]Member
-	sent   time.Time // when Redis last took self as it is
+	sent   time.Time // when Redis last accepted self in its current form
 }
 
 // New returns the roster of a replica. changed makes the store publish; it must not block.

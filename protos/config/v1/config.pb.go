@@ -2344,19 +2344,13 @@ type NIXL struct {
 	// Chats: decode gets the token ids that prefill made of the messages. So a chat template that prints the time cannot
 	// make the two differ. Needs vLLM 0.32 or newer on both sides. Default false.
 	ReuseTokenIds bool `protobuf:"varint,1,opt,name=reuse_token_ids,json=reuseTokenIds,proto3" json:"reuse_token_ids,omitempty"`
-	// The engines run with bidirectional_kv_xfer. Prefill fetches an answer's blocks in the conversation's next turn
-	// (docs/protocols.md). Needs vLLM 0.21 or newer on both sides. Only with handoff envoy. Set it whenever the engines
-	// do this: otherwise clients get the description of the blocks. Default false.
-	Bidirectional bool `protobuf:"varint,2,opt,name=bidirectional,proto3" json:"bidirectional,omitempty"`
-	// How long a kept answer is valid: less than decoder_kv_blocks_ttl (480s). Default 450s.
-	TurnTtl string `protobuf:"bytes,3,opt,name=turn_ttl,json=turnTtl,proto3" json:"turn_ttl,omitempty"`
 	// How long prefill keeps KV that decode has not fetched. This is kv_lease_duration of the engines, which Tandem
 	// cannot read from them. Default 30s.
 	Lease string `protobuf:"bytes,4,opt,name=lease,proto3" json:"lease,omitempty"`
 	// Hand-overs say when their lease ends, and decode declines what has expired. It then computes the prompt. Decode
 	// must run with bidirectional_kv_xfer, and should with a decoder_kv_blocks_ttl of 1. Tandem asks prefill's NIXL side
 	// channel for its clock; where it cannot connect, decode gets no KV. Needs vLLM 0.26 or newer on both sides, and
-	// kv_load_failure_policy recompute. Only with handoff envoy, and not beside bidirectional. Default false.
+	// kv_load_failure_policy recompute. Only with handoff envoy. Default false.
 	DeclineExpired bool `protobuf:"varint,5,opt,name=decline_expired,json=declineExpired,proto3" json:"decline_expired,omitempty"`
 	unknownFields  protoimpl.UnknownFields
 	sizeCache      protoimpl.SizeCache
@@ -2397,20 +2391,6 @@ func (x *NIXL) GetReuseTokenIds() bool {
 		return x.ReuseTokenIds
 	}
 	return false
-}
-
-func (x *NIXL) GetBidirectional() bool {
-	if x != nil {
-		return x.Bidirectional
-	}
-	return false
-}
-
-func (x *NIXL) GetTurnTtl() string {
-	if x != nil {
-		return x.TurnTtl
-	}
-	return ""
 }
 
 func (x *NIXL) GetLease() string {
@@ -3933,13 +3913,11 @@ const file_config_v1_config_proto_rawDesc = "" +
 	"SessionKey\x12\x16\n" +
 	"\x06header\x18\x01 \x01(\tR\x06header\x12\x16\n" +
 	"\x06cookie\x18\x02 \x01(\tR\x06cookie\x12\x12\n" +
-	"\x04body\x18\x03 \x01(\tR\x04body\"\xcc\x01\n" +
+	"\x04body\x18\x03 \x01(\tR\x04body\"\x88\x01\n" +
 	"\x04NIXL\x12&\n" +
-	"\x0freuse_token_ids\x18\x01 \x01(\bR\rreuseTokenIds\x12$\n" +
-	"\rbidirectional\x18\x02 \x01(\bR\rbidirectional\x12(\n" +
-	"\bturn_ttl\x18\x03 \x01(\tB\r\x8a\xb5\x18\t1s to 24hR\aturnTtl\x12#\n" +
+	"\x0freuse_token_ids\x18\x01 \x01(\bR\rreuseTokenIds\x12#\n" +
 	"\x05lease\x18\x04 \x01(\tB\r\x8a\xb5\x18\t6s to 24hR\x05lease\x12'\n" +
-	"\x0fdecline_expired\x18\x05 \x01(\bR\x0edeclineExpired\"\xf3\x01\n" +
+	"\x0fdecline_expired\x18\x05 \x01(\bR\x0edeclineExpiredJ\x04\b\x02\x10\x03J\x04\b\x03\x10\x04\"\xf3\x01\n" +
 	"\aLMCache\x12g\n" +
 	"\x0enotice_timeout\x18\x01 \x01(\tB@\x8a\xb5\x1851ms to 25s: Envoy gives up on the processor after 30s\x92\xb5\x18\x0310sR\rnoticeTimeout\x12!\n" +
 	"\fskip_notices\x18\x02 \x01(\bR\vskipNotices\x12&\n" +

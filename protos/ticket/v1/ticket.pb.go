@@ -156,13 +156,6 @@ type Ticket struct {
 	LearnBytes uint64 `protobuf:"varint,33,opt,name=learn_bytes,json=learnBytes,proto3" json:"learn_bytes,omitempty"`
 	LearnLora  string `protobuf:"bytes,34,opt,name=learn_lora,json=learnLora,proto3" json:"learn_lora,omitempty"`
 	LearnSalt  uint64 `protobuf:"fixed64,35,opt,name=learn_salt,json=learnSalt,proto3" json:"learn_salt,omitempty"`
-	// If decode endpoints keep answers for their conversation's next turn: the name under which their description is stored, 16
-	// bytes, empty: it is not; whether the client asked for token ids itself; of a prefill leg, whether its request names the last
-	// turn; of a decode leg, whether its answer describes the kept blocks.
-	Conversation []byte `protobuf:"bytes,60,opt,name=conversation,proto3" json:"conversation,omitempty"`
-	OwnIds       bool   `protobuf:"varint,61,opt,name=own_ids,json=ownIds,proto3" json:"own_ids,omitempty"`
-	TurnNamed    bool   `protobuf:"varint,62,opt,name=turn_named,json=turnNamed,proto3" json:"turn_named,omitempty"`
-	TurnAnswers  bool   `protobuf:"varint,63,opt,name=turn_answers,json=turnAnswers,proto3" json:"turn_answers,omitempty"`
 	// With a decode leg: its request names KV of the prefill endpoint; and the minimum size of a complete answer, 0: unknown, or not
 	// streamed.
 	Loads      bool   `protobuf:"varint,64,opt,name=loads,proto3" json:"loads,omitempty"`
@@ -436,34 +429,6 @@ func (x *Ticket) GetLearnSalt() uint64 {
 	return 0
 }
 
-func (x *Ticket) GetConversation() []byte {
-	if x != nil {
-		return x.Conversation
-	}
-	return nil
-}
-
-func (x *Ticket) GetOwnIds() bool {
-	if x != nil {
-		return x.OwnIds
-	}
-	return false
-}
-
-func (x *Ticket) GetTurnNamed() bool {
-	if x != nil {
-		return x.TurnNamed
-	}
-	return false
-}
-
-func (x *Ticket) GetTurnAnswers() bool {
-	if x != nil {
-		return x.TurnAnswers
-	}
-	return false
-}
-
 func (x *Ticket) GetLoads() bool {
 	if x != nil {
 		return x.Loads
@@ -585,7 +550,7 @@ var File_ticket_v1_ticket_proto protoreflect.FileDescriptor
 
 const file_ticket_v1_ticket_proto_rawDesc = "" +
 	"\n" +
-	"\x16ticket/v1/ticket.proto\x12\x10tandem.ticket.v1\"\xdf\f\n" +
+	"\x16ticket/v1/ticket.proto\x12\x10tandem.ticket.v1\"\xe6\v\n" +
 	"\x06Ticket\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\fR\x02id\x124\n" +
 	"\x05stage\x18\x02 \x01(\x0e2\x1e.tandem.ticket.v1.Ticket.StageR\x05stage\x12&\n" +
@@ -624,12 +589,7 @@ const file_ticket_v1_ticket_proto_rawDesc = "" +
 	"\n" +
 	"learn_lora\x18\" \x01(\tR\tlearnLora\x12\x1d\n" +
 	"\n" +
-	"learn_salt\x18# \x01(\x06R\tlearnSalt\x12\"\n" +
-	"\fconversation\x18< \x01(\fR\fconversation\x12\x17\n" +
-	"\aown_ids\x18= \x01(\bR\x06ownIds\x12\x1d\n" +
-	"\n" +
-	"turn_named\x18> \x01(\bR\tturnNamed\x12!\n" +
-	"\fturn_answers\x18? \x01(\bR\vturnAnswers\x12\x14\n" +
+	"learn_salt\x18# \x01(\x06R\tlearnSalt\x12\x14\n" +
 	"\x05loads\x18@ \x01(\bR\x05loads\x12\x1f\n" +
 	"\vleast_bytes\x18A \x01(\rR\n" +
 	"leastBytes\x12\x16\n" +
@@ -649,7 +609,7 @@ const file_ticket_v1_ticket_proto_rawDesc = "" +
 	"\x0fSTAGE_PAIR_LEGS\x10\x05\x12\x14\n" +
 	"\x10STAGE_ENCODE_LEG\x10\x06\x12\x11\n" +
 	"\rSTAGE_ENCODED\x10\a\x12\x13\n" +
-	"\x0fSTAGE_UNDECIDED\x10\b\"B\n" +
+	"\x0fSTAGE_UNDECIDED\x10\bJ\x04\b<\x10@\"B\n" +
 	"\x04Edit\x12\x14\n" +
 	"\x05start\x18\x01 \x01(\x04R\x05start\x12\x10\n" +
 	"\x03end\x18\x02 \x01(\x04R\x03end\x12\x12\n" +

@@ -111,7 +111,7 @@ func (d *difference) messages(path string, before, after protoreflect.Message) {
 	}
 }
 
-// scalar returns a setting's value; "" if it is absent, whose number in the message, 0, may not be what is used.
+// scalar returns a setting's value; "" if it is absent, since the 0 in the message may not be the default.
 func scalar(m protoreflect.Message, f protoreflect.FieldDescriptor) string {
 	if !m.Has(f) && f.Kind() != protoreflect.BoolKind {
 		return ""

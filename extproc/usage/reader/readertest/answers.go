@@ -1,4 +1,4 @@
-// Package readertest has answers and the tokens that they say, for tests of whatever reads them.
+// Package readertest has answers with their counts of tokens, for the tests of both readers.
 package readertest
 
 import (
