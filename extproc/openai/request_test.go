@@ -112,7 +112,7 @@ func TestFieldNames(t *testing.T) {
 		prompt_logprobs echo use_beam_search output_mode messages prompt prompt_embeds input token_ids sampling_params store
 		background previous_response_id request_id tools system instructions reasoning_effort chat_template chat_template_kwargs
 		documents cache_salt return_token_ids kv_transfer_params text input_ids
-		bootstrap_host bootstrap_port bootstrap_room return_logprob disaggregated_params vllm_xargs extra_args priority`) {
+		bootstrap_host bootstrap_port bootstrap_room return_logprob disaggregated_params vllm_xargs extra_args priority seed`) {
 		f := fieldOf([]byte(name))
 		require.NotEqual(t, fieldUnknown, f, name)
 		require.Empty(t, names[f], name)
