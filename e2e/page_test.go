@@ -135,7 +135,7 @@ another().then(() => {
 	require.Contains(t, dom, `<div class="tile "><b>0</b><small>failed / s</small>`, "a refusal is no failure")
 	require.Regexp(t, `<b>(0\.\d+|[1-9]\d*)</b><small>refused / s</small>`, dom)
 
-	for _, figure := range []string{"The last minute", "cache hits, latest 256", "busy in the last minute"} {
+	for _, figure := range []string{"The last minute", "of latest 256", "cached</td>", "busy in the last minute"} {
 		require.Contains(t, dom, figure, "the window of figures")
 	}
 
