@@ -93,7 +93,8 @@ func TestFormOfRewrittenAnswers(t *testing.T) {
 		t.Run(strings.TrimSpace(pool), func(t *testing.T) {
 			t.Parallel()
 			f := start(t, options{prefills: 1, decodes: 1, engineArgs: args, pool: pool})
-			for _, body := range []string{pairBody, streamed(pairBody)} {
+			asked := strings.Replace(pairBody, "{", `{"stream":true,"stream_options":{"include_usage":true},`, 1) // usage is read where it is asked for
+			for _, body := range []string{pairBody, asked} {
 				got := f.post("/v1/chat/completions", body, "accept-encoding", "gzip")
 				require.Equal(t, 200, got.status, got.body)
 				require.Empty(t, got.header.Get("Content-Encoding"))

@@ -158,7 +158,7 @@ var pasted = map[string]bool{
 // long.
 var makeTargets = map[string]string{
 	"build": "the tests build the same", "carrier": "minutes; TestInside", "e2e-inside": "minutes", "tools": "brought the Envoy of this test", "test": "runs this test", "race": "runs this test", "truth": "minutes, on an idle machine", "demo": "TestDemo",
-	"bench": "minutes", "bench-go": "minutes", "stress": "minutes", "page": "needs Chromium", "attack": "minutes", "bench-peers": "minutes, and PyPI", "bench-long": "minutes, and gigabytes", "replay": "minutes", "load": "minutes", "capacity": "minutes", "soak": "20 minutes", "speed": "minutes, and an idle machine", "idle": "minutes",
+	"bench": "minutes", "bench-go": "minutes", "stress": "minutes", "page": "needs Chromium", "attack": "minutes", "bench-peers": "minutes, and PyPI", "bench-long": "minutes, and gigabytes", "before-after": "45 minutes, and PyPI", "replay": "minutes", "load": "minutes", "capacity": "minutes", "soak": "20 minutes", "speed": "minutes, and an idle machine", "idle": "minutes",
 	"fuzz": "minutes", "lint": "minutes, the first time", "generate": "writes to the tree", "workflows": "part of make lint", "sizes": "a report, in CI", "site": "minutes, and PyPI", "release": "go test ./deploy builds the same", "wheel": "TestWheel in ./deploy", "observability": "a module of its own; in CI",
 	"e2e-envoys":   "minutes, and PyPI",
 	"deploy-check": "minutes, the first time", "e2e-gateway": "root, and 3 GB", "e2e-vllm": "5.5 GiB", "e2e-vllm-pairs": "5.5 GiB", "e2e-vllm-stores": "5.5 GiB", "e2e-sglang": "6.7 GiB", "e2e-oracles": "7 GiB", "e2e-releases": "7 GiB", "e2e-kube": "minutes, and 10 GB of builds", "e2e-cluster": "root, and 10 GB of builds", "e2e-failures": "minutes",

@@ -152,7 +152,7 @@ func TestRunRefuses(t *testing.T) {
 		"an engine that is down": {[]string{"--prefill", p, "--decode", gone},
 			"GET http://" + gone + "/health: dial tcp " + gone + ": connect: connection refused; start the engine, or correct the address or the scheme"},
 		"nothing that decodes":    {[]string{"--prefill", p}, "no engine decodes: name one with --decode, or with --engine if it does both"},
-		"another model":           {[]string{"--prefill", p, "--decode", other}, "no model is served by all engines: " + p + " serves tiny, " + other + " serves large"},
+		"another model":           {[]string{"--prefill", p, "--decode", other}, "of the engines with "},
 		"another kind of engine":  {[]string{"--prefill", p, "--decode", sglang}, "engines of one pool speak one dialect"},
 		"the role of another one": {[]string{"--prefill", d, "--decode", p}, "kv_role"},
 		"a path":                  {[]string{"--engine", p + "/v2"}, "an engine has a scheme, a host and a port, and nothing else: http://" + p},

@@ -167,7 +167,7 @@ func TestMemoryOfARequest(t *testing.T) {
 	r.Had, r.Evicted, r.Elsewhere = 98_000, 60_000, 8_000
 	var text strings.Builder
 	printWay(&text, &r)
-	require.Contains(t, text.String(), `Decode alone on d1:1.
+	require.Contains(t, text.String(), `Decode alone on d1:1: it cost less than two hops.
 It waited 12.0 s until conversations that come back left room for its KV at d1:1, behind 1 request.
 Earlier turns had 98k of its tokens, of which 60k are computed again, since no endpoint holds them any more (evicted), `+
 		`8.0k are computed again, though another endpoint holds them (elsewhere).

@@ -48,11 +48,11 @@ func TestVerdict(t *testing.T) {
 		}, becauseRoom, 1000 * ms, "Verdict: slow because it waited 1.0 s for room at p2:1. In all it lost 1.0 s.\n"},
 		{"it waited for memory", func(r *telemetry.Trace) {
 			r.Waited, r.WaitedFor, r.ForMemory = 1000*ms, "p2:1", true
-			r.Took, r.Used.FirstToken = 3100*ms, 2100*ms
+			r.Took, r.FirstToken = 3100*ms, 2100*ms
 		}, becauseMemory, 1000 * ms, "Verdict: slow because it waited 1.0 s until conversations that come back left room for its KV. In all it lost 1.0 s.\n"},
 		{"its KV was evicted", func(r *telemetry.Trace) {
 			r.PrefillTime, r.ExpectedPrefill, r.ExpectedFirst = 4000*ms, 4000*ms, 4100*ms
-			r.Took, r.Used.FirstToken = 5100*ms, 4100*ms
+			r.Took, r.FirstToken = 5100*ms, 4100*ms
 			r.PromptTokens, r.CachedTokens, r.Had, r.Evicted = 64000, 16000, 52000, 36000
 		}, becauseAgain, 3000 * ms, "Verdict: slow because p1:1 computed again in 3.0 s what earlier turns had: " +
 			"36k are computed again, since no endpoint holds them any more (evicted). In all it lost 3.0 s.\n"},

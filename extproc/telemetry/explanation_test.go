@@ -50,7 +50,7 @@ func TestExplanationIsDocumented(t *testing.T) {
 			documented = append(documented, name[1])
 		}
 	}
-	fields := []string{"pool", "waited", "waited_for", "behind", "behind_remote"}
+	fields := []string{"pool", "waited", "waited_for", "waited_for_memory", "behind", "behind_remote"}
 	for _, v := range []any{picker.Explanation{}, picker.Weighed{}} {
 		for field := range reflect.TypeOf(v).Fields() {
 			name, _, _ := strings.Cut(field.Tag.Get("json"), ",")
