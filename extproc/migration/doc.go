@@ -22,8 +22,8 @@
 // last place where both hold, the next engine generates the tokens behind it again, and what the client has already is
 // taken out of its stream. These tokens must be the same ones: else the stream is broken.
 //
-// An answer with tool calls, reasoning or a grammar is repeated instead: the next engine gets the same request, and what the
-// client has is compared with what that engine writes, and taken out ([ADR 112]).
+// An answer with tool calls, reasoning or a grammar is repeated instead: the next engine gets the same request, and
+// what the client has is compared with what that engine writes, and taken out ([ADR 112]).
 //
 // The files: refusal.go (which requests), event.go (an event's members), stream.go (what passes), resume.go (the next
 // request, and the joined stream), repeat.go and messages.go (answers that are repeated).

@@ -26,7 +26,8 @@ type Policy struct {
 	// with a seed and a temperature, and those with frequency_penalty, presence_penalty or bad_words, which count only
 	// what the engine itself has generated.
 	Inexact bool
-	// Seeds gives sampled requests that can only be repeated, and have no seed, one: the next engine draws the same tokens.
+	// Seeds gives a seed to sampled requests that can only be repeated and have none: the next engine draws the same
+	// tokens.
 	Seeds bool
 	// MaxBytes bounds the memory of a stream: token ids, and an event that has not arrived whole. Beyond it the answer
 	// passes on, but cannot be continued. Default 4 MiB: 300,000 tokens of a prompt and the event with their ids.
@@ -54,7 +55,7 @@ type Reason string
 // Reasons that arise while an answer passes. [Refusal] has others.
 const (
 	NoIDs      Reason = "no_ids"        // the engine does not answer token ids
-	NotContent Reason = "not_text"      // something that is neither text, nor reasoning, nor a tool call; or one of a sampled answer
+	NotContent Reason = "not_text"      // unknown, or reasoning of a sampled answer
 	TooLong    Reason = "too_long"      // Policy.MaxBytes
 	Format     Reason = "format"        // not a stream of one choice in the form of vLLM: the client has unknown bytes
 	Sampled    Reason = "sampled"       // what the client has would have to be generated again, and would differ

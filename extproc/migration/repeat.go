@@ -9,8 +9,8 @@ import (
 )
 
 // repeat is what the client has of an answer that the next engine writes again from its beginning, because its parsers,
-// its grammar or its sampler have to see all of it. The client's part is compared with that, byte by byte, and taken out:
-// so the joined answer is the whole answer of the last engine, whatever its parsers do.
+// its grammar or its sampler have to see all of it. The client's part is compared with that, byte by byte, and taken
+// out: so the joined answer is the whole answer of the last engine, whatever its parsers do.
 type repeat struct {
 	on    bool
 	seed  int64 // of a request that is sampled and has none; 0: none is set
@@ -184,7 +184,8 @@ func (s *Stream) noteSeen(p *parser, e *event) {
 	s.seen.usage = s.seen.usage || !p.isNull(e.usage) && e.choices == 0
 }
 
-// takeParts takes what an event adds to the answer, and plans to take out what the client has. fresh: it lacks some of it.
+// takeParts takes what an event adds to the answer, and plans to take out what the client has. fresh: it lacks some of
+// it.
 func (s *Stream) takeParts(out *edits, p *parser, e *event) (fresh bool, reason Reason) {
 	for _, x := range [...]struct {
 		kind kind
@@ -255,7 +256,8 @@ func (s *Stream) takeCalls(out *edits, p *parser, tools span) (fresh bool, reaso
 	return fresh, ""
 }
 
-// takeCall takes a part of a tool call. rest is what the client lacks of its arguments, if it has anything of this part.
+// takeCall takes a part of a tool call. rest is what the client lacks of its arguments, if it has anything of this
+// part.
 func (s *Stream) takeCall(q *parser, c *toolCall) (rest []byte, has bool, reason Reason) {
 	part := s.repeat.find(call, c.index)
 	var args []byte
