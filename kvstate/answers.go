@@ -93,7 +93,7 @@ func Answered(e *Endpoint, model string, prompt, tokens int64, took time.Duratio
 		}
 		// Requests and jobs are counted apart, so for a moment there may be more jobs than requests.
 		batch := max(g.Running, e.state.requests.Load()-e.state.queue.n.Load()+booked.Requests-booked.Jobs, 0) + 1
-		// An answer counts as as many observations as scrapes would have been made during it.
+		// An answer counts like the scrapes that would have been made during it.
 		n := max(min(int64((took+scrapeInterval-1)/scrapeInterval)/batch, mostScrapes, tokens-1), 1)
 		for range n {
 			d := AnswerCounters{Gaps: (tokens - 1) / n, GapTime: took / time.Duration(n)}

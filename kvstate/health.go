@@ -100,8 +100,8 @@ func Back(e *Endpoint) time.Time {
 	return time.Time{}
 }
 
-// Mark marks an endpoint as failed. hung says that it did not answer in time; why says for people what was seen ("": only
-// the cause is known). It returns true if the endpoint was not marked already.
+// Mark marks an endpoint as failed. hung says that it did not answer in time; why says for people what was seen ("":
+// only the cause is known). It returns true if the endpoint was not marked already.
 func (s *Health) Mark(e *Endpoint, hung bool, cause HealthCause, why string) bool {
 	next := failure{hung: hung, cause: cause}
 	if old := e.state.condition.how.Load(); old != nil && e.Failed() {

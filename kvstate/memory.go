@@ -79,8 +79,8 @@ func (s *State) Withdrawn(p *Pool, c *residency.Conversation) {
 	}
 }
 
-// answered records that the answer has ended, or, of a tentative reservation, that nothing will be answered unless another
-// endpoint does it already.
+// answered records that the answer has ended, or, of a tentative reservation, that nothing will be answered unless
+// another endpoint does it already.
 func (l *endpointState) answered(r *reservation, now time.Time) {
 	switch {
 	case r.of == nil:
@@ -128,8 +128,8 @@ func (l *endpointState) emptyMemory() {
 	}
 }
 
-// Computes records that an endpoint is about to compute the prompt of a conversation that has arrived, and returns what of
-// it is computed again. v has the prompt's hits.
+// Computes records that an endpoint is about to compute the prompt of a conversation that has arrived, and returns what
+// of it is computed again. v has the prompt's hits.
 func (s *State) Computes(p *Pool, c *residency.Conversation, at *Endpoint, v *View) residency.Again {
 	if c == nil {
 		return residency.Again{}

@@ -32,8 +32,8 @@ type Options struct {
 
 	Now func() time.Time // the clock of reservations; default time.Now. A replay uses virtual time
 
-	// HealthChanged is called when an endpoint is marked as failed or as good, with the cause, and if it is known why, for
-	// people. It must not block.
+	// HealthChanged is called when an endpoint is marked as failed or as good, with the cause, and if it is known why,
+	// for people. It must not block.
 	// May be nil.
 	HealthChanged func(e *Endpoint, good bool, cause HealthCause, why string)
 

@@ -57,7 +57,8 @@ type Weighed struct {
 	// capacity of its KV cache in tokens, as its engine says; 0: not known
 	KVTokens int64 `json:"kv_tokens,omitempty"`
 	Held     int64 `json:"held_tokens,omitempty"` // of that, by prompts that other engines have yet to fetch
-	// tokens of conversations that it would discard for the request, and the chance that they come back within two minutes
+	// tokens of conversations that it would discard for the request, and the chance that they come back within two
+	// minutes
 	Discards float64 `json:"discards_tokens,omitempty"`
 	Back     float64 `json:"discards_back,omitempty"`
 }

@@ -45,8 +45,8 @@ func (t *terms) evicts(c *kvstate.Candidate, need float64) (seconds float64) {
 	return seconds * t.fleet
 }
 
-// discards returns the tokens that an endpoint discards to make room for so many, and the chance that they are asked for
-// again, on average.
+// discards returns the tokens that an endpoint discards to make room for so many, and the chance that they are asked
+// for again, on average.
 func discards(c *kvstate.Candidate, need float64) (tokens, back float64) {
 	m := c.Memory
 	if m == nil {

@@ -65,9 +65,9 @@ func join(parts []*Recording) *Recording {
 }
 
 // cross finds requests that continue a conversation of another part. A part finds its own by their bytes. Here whole
-// blocks alone are known, and thousands of prompts may have one system prompt and less than a block more. So the longest
-// earlier prompt with which one begins counts only if its last block is of that conversation alone: no other one
-// ends with it, and all that have more go on alike. Its answer must have ended.
+// blocks alone are known, and thousands of prompts may have one system prompt and less than a block more. So the
+// longest earlier prompt with which one begins counts only if its last block is of that conversation alone: no other
+// one ends with it, and all that have more go on alike. Its answer must have ended.
 func (r *Recording) cross(of []int) {
 	blocks := map[uint64]*joint{}
 	at := func(b uint64) *joint {

@@ -36,13 +36,15 @@ func NewAnswer(load *Recorded, now Variant, replayed *RecordedResult, notes []st
 	a.Off = Off(a.Measured, replayed)
 	a.Notes = append(notes, load.Notes...)
 	if len(a.Off) > 0 && len(a.Notes) == 0 {
-		a.Notes = append(a.Notes, "no reason is known: engines may differ in kind from the model (tandem profile measures one)")
+		a.Notes = append(a.Notes, "no reason is known: engines may differ in kind from the model (tandem profile "+
+			"measures one)")
 	}
 	if a.Measured.TTFT.Mean == 0 {
 		a.Notes = append(a.Notes, "no stream's times were read (usage), so nobody knows whether the replay is right")
 	}
 	if a.Measured.Requests < fewRequests {
-		a.Notes = append(a.Notes, fmt.Sprintf("%d requests are few: record more before you decide anything", a.Measured.Requests))
+		a.Notes = append(a.Notes, fmt.Sprintf("%d requests are few: record more before you decide "+
+			"anything", a.Measured.Requests))
 	}
 	return a
 }
@@ -53,7 +55,8 @@ const OffWarning = "The replay is off by more than a fifth, so do not trust what
 // About returns what was played, in sentences.
 func (a *Answer) About() []string {
 	load, c := a.Load, &a.Now.Config
-	out := []string{fmt.Sprintf("%d requests in %.0f s on %s (pool %s), first token within %g s and a token each %g ms promised",
+	out := []string{fmt.Sprintf("%d requests in %.0f s on %s (pool %s), first token within %g s and a token each %g "+
+		"ms promised",
 		len(load.Turns), load.Seconds, a.Now.Fleet(), load.Pool.Name, c.TTFT, 1000*c.TPOT)}
 	if load.Recordings > 1 {
 		out = append(out, fmt.Sprintf("%d recordings are joined; %d requests continue a conversation of another one",
@@ -66,7 +69,8 @@ func (a *Answer) About() []string {
 		out = append(out, fmt.Sprintf("%d requests are not played: they %s", load.Skipped[why], why))
 	}
 	if load.Guessed > 0 {
-		out = append(out, fmt.Sprintf("%d answers have the mean length: nobody read how long they were (usage)", load.Guessed))
+		out = append(out, fmt.Sprintf("%d answers have the mean length: nobody read how long they were "+
+			"(usage)", load.Guessed))
 	}
 	return out
 }

@@ -190,18 +190,21 @@ func joined(r *recording.Recording) (notes []string) {
 		last[p.Replica], end = max(last[p.Replica], p.Last), max(end, p.Last)
 	}
 	if len(salts) > 1 {
-		notes = append(notes, fmt.Sprintf("%d recordings have %d salts, so nobody knows what their prompts share, and which "+
+		notes = append(notes, fmt.Sprintf("%d recordings have %d salts, so nobody knows what their prompts share, "+
+			"and which "+
 			"conversations went from one to the other: less is cached here. Give all replicas one record.saltFile",
 			len(r.Parts), len(salts)))
 	}
 	for _, replica := range slices.Sorted(maps.Keys(first)) {
 		if missing := first[replica] + end - last[replica]; len(first) > 1 && missing > .1*end {
-			notes = append(notes, fmt.Sprintf("replica %q recorded nothing for %.0f s of %.0f s, in which the load is less than it was",
+			notes = append(notes, fmt.Sprintf("replica %q recorded nothing for %.0f s of %.0f s, in which the load "+
+				"is less than it was",
 				replica, missing, end))
 		}
 	}
 	if r.Sample > 1 && r.Crossed > 0 {
-		notes = append(notes, "conversations that went to several replicas were sampled at each by itself, so parts of them are missing")
+		notes = append(notes, "conversations that went to several replicas were sampled at each by itself, so parts "+
+			"of them are missing")
 	}
 	return notes
 }

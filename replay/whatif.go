@@ -370,7 +370,8 @@ func (a *Advice) Sentences() (out []string) {
 	}
 	switch {
 	case a.Exhausted:
-		out = append(out, fmt.Sprintf("No fleet of up to %d engines keeps the promise for %.0f of 100 requests.", a.Most,
+		out = append(out, fmt.Sprintf("No fleet of up to %d engines keeps the promise for %.0f of 100 "+
+			"requests.", a.Most,
 			100*Keeps))
 	case a.Fewest.engines() < a.Now.engines():
 		out = append(out, fmt.Sprintf("%d engines would do: %s keeps the promise for %s.", a.Fewest.engines(),

@@ -79,7 +79,7 @@ func (m *Memory) waits() string {
 }
 
 const (
-	// share of the tokens that conversations had from which on status reports that they are computed again
+	// lacking is the share of the tokens that conversations had from which on status reports that they are computed again.
 	lacking  = 0.05
 	lackedOf = 1e6 // tokens that came back in the last ten minutes: below that a share says little
 )

@@ -42,8 +42,8 @@ type Envoy interface { //nolint:interfacebloat // as many as the filter needs of
 	Restart() bool
 	// HoldAnswer decides whether Envoy shows the pieces of the answer to [Filter.ResponseBody].
 	HoldAnswer(hold bool)
-	// PassEvents says whether pieces that consist of whole events without a mark ([answer.Marked]) are left out of that,
-	// until it is called again. HoldAnswer ends it.
+	// PassEvents says whether pieces that consist of whole events without a mark ([answer.Marked]) are left out of
+	// that, until it is called again. HoldAnswer ends it.
 	PassEvents(pass bool)
 	// ResponseHeader returns a header of the answer; nil: it has none.
 	ResponseHeader(name string) []byte
@@ -123,7 +123,8 @@ type Outcome struct {
 	Flags   uint64 // Envoy's response flags
 	Bytes   uint64 // of the answer's body that were sent
 
-	FirstBody, LastBody time.Time // when bytes of the answer went to the client, LastBody only of a counted one; zero: none did
+	// When bytes of the answer went to the client, LastBody only of a counted one; zero: none did.
+	FirstBody, LastBody time.Time
 }
 
 // Response flags of Envoy (1.40, envoy/stream_info/stream_info.h).

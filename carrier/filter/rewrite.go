@@ -11,8 +11,8 @@ import (
 )
 
 // rewrite is an answer of D's that the client does not get as it is: a stream event by event, in the hook of each
-// piece; a whole answer when it is complete, in a goroutine, because it may be long, or as it passes, if only its counts
-// of cached tokens are replaced.
+// piece; a whole answer when it is complete, in a goroutine, because it may be long, or as it passes, if only its
+// counts of cached tokens are replaced.
 type rewrite struct {
 	f      *Filter
 	by     openai.Rewriter

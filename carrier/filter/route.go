@@ -146,8 +146,8 @@ func notStrict() *openai.Error {
 // has taken it. Otherwise a request that begins again would wait for its body until the client leaves.
 func (f *Filter) kept() bool { return f.route == nil || f.sent == 0 || f.envoy.BodySize() > 0 }
 
-// noteKept notes whether the route keeps bodies, by an answer of an endpoint: it has got the body, as it has not where a
-// filter behind this one has refused the request, or the cluster lacks the endpoint.
+// noteKept notes whether the route keeps bodies, by an answer of an endpoint: it has got the body, as it has not where
+// a filter behind this one has refused the request, or the cluster lacks the endpoint.
 func (f *Filter) noteKept(o *Outcome) {
 	if f.route == nil || f.sent == 0 || !faults.Answered(o.Details) {
 		return
@@ -195,7 +195,8 @@ func (f *Filter) deniedBehind(o *Outcome) {
 }
 
 // wrongOrder is what is wrong with such an order, and what mends it. Envoy's details name the filter.
-const wrongOrder = "a filter behind Tandem has refused a request (%d, %.100s) whose prompt had been computed: put Tandem " +
+const wrongOrder = "a filter behind Tandem has refused a request (%d, %.100s) whose prompt had been computed: put " +
+	"Tandem " +
 	"behind what refuses requests (EnvoyProxy: filterOrder: [{name: envoy.filters.http.dynamic_modules, after: THAT " +
 	"FILTER}], docs/howto/envoy-gateway-module.md)"
 

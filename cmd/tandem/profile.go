@@ -201,7 +201,7 @@ func (m *measuring) transfer(ctx context.Context, tokens int) (time.Duration, er
 	}
 	edits.Reset(&r)
 	m.dialect.Prefill(&r, &edits, &pair)
-	resp, err := m.post(ctx, m.engine, edits.Edits().Apply(nil, body), pair.RequestID)
+	resp, err := m.post(ctx, m.engine, edits.Edits().Apply(nil, body), pair.RequestID) //nolint:bodyclose // ReadAll closes it
 	if err != nil {
 		return 0, err
 	}

@@ -91,9 +91,9 @@ func replayRecording(ctx context.Context, o replayOptions, stdout, bars io.Write
 }
 
 // load reads recordings, and the fleet that they were made of; or a trace, whose fleet flags say.
-func (x *recordingOptions) load(flags replay.Config) (*replay.Recorded, replay.Variant, []string, error) {
-	if len(x.files) == 1 && replay.IsTrace(x.files[0]) {
-		t, err := traces.Open(x.files[0], 0, flags.Seed)
+func (o *recordingOptions) load(flags replay.Config) (*replay.Recorded, replay.Variant, []string, error) {
+	if len(o.files) == 1 && replay.IsTrace(o.files[0]) {
+		t, err := traces.Open(o.files[0], 0, flags.Seed)
 		if err != nil {
 			return nil, replay.Variant{}, nil, err
 		}
@@ -102,11 +102,11 @@ func (x *recordingOptions) load(flags replay.Config) (*replay.Recorded, replay.V
 		now.Name = now.Fleet()
 		return load, now, []string{"a trace: nobody measured how it was served"}, err
 	}
-	from, err := recording.Open(x.files...)
+	from, err := recording.Open(o.files...)
 	if err != nil {
 		return nil, replay.Variant{}, nil, err
 	}
-	load, err := replay.LoadRecorded(from, x.pool)
+	load, err := replay.LoadRecorded(from, o.pool)
 	if err != nil {
 		return nil, replay.Variant{}, nil, err
 	}
@@ -115,8 +115,8 @@ func (x *recordingOptions) load(flags replay.Config) (*replay.Recorded, replay.V
 }
 
 // ask plays all that was asked for, and the loads of pictures where there is a page.
-func (x *recordingOptions) ask(ctx context.Context, a *replay.Answer, variants []replay.Variant, page bool) error {
-	if len(variants) > 0 && x.needed {
+func (o *recordingOptions) ask(ctx context.Context, a *replay.Answer, variants []replay.Variant, page bool) error {
+	if len(variants) > 0 && o.needed {
 		if err := a.Need(ctx, &a.Now); err != nil {
 			return err
 		}
@@ -125,14 +125,14 @@ func (x *recordingOptions) ask(ctx context.Context, a *replay.Answer, variants [
 		if err := a.WhatIf(ctx, &variants[i]); err != nil {
 			return err
 		}
-		if x.needed {
+		if o.needed {
 			if err := a.Need(ctx, &a.Rows[i]); err != nil {
 				return err
 			}
 		}
 	}
-	if x.advise > 0 {
-		if err := a.Advise(ctx, x.advise); err != nil {
+	if o.advise > 0 {
+		if err := a.Advise(ctx, o.advise); err != nil {
 			return err
 		}
 	}

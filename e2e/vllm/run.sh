@@ -73,12 +73,7 @@ if [ -n "${AGENT:-}" ]; then
   parsers=(--enable-auto-tool-choice --tool-call-parser "${TOOL_PARSER:-hermes}" --reasoning-parser "${REASONING_PARSER:-deepseek_r1}")
   export TANDEM_VLLM_AGENT=1
 fi
-extra=
-if [ -n "${BIDIRECTIONAL:-}" ]; then
-  extra=',"kv_connector_extra_config":{"bidirectional_kv_xfer":true,"decoder_kv_blocks_ttl":40}'
-  export TANDEM_VLLM_BIDIRECTIONAL=1
-fi
-prefills=$extra decodes=$extra more_decode=()
+prefills= decodes= more_decode=()
 if [ -n "${LEASES:-}" ]; then
   blocks=260 more_decode=(--max-num-seqs 8 --num-gpu-blocks-override 2048)
   export TANDEM_VLLM_LEASES=$LEASES

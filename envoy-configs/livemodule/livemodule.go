@@ -70,7 +70,8 @@ type check struct {
 func Check(all Resources, namespace, name string) []string {
 	c := &check{all: all}
 	if c.policy = c.get("EnvoyExtensionPolicy", namespace, name); c.policy == nil {
-		c.add("%s is not there: apply what `tandem envoy --for envoy-gateway` prints, or name the policy (--name, --namespace)",
+		c.add("%s is not there: apply what `tandem envoy --for envoy-gateway` prints, or name the policy (--name, "+
+			"--namespace)",
 			title("EnvoyExtensionPolicy", namespace, name))
 		return c.found
 	}
@@ -83,7 +84,8 @@ func Check(all Resources, namespace, name string) []string {
 			continue // of a Gateway: its routes are looked at through their own policies
 		}
 		if c.route = c.get("HTTPRoute", namespace, text(target, "name")); c.route == nil {
-			c.add("%s is not there, which the policy %s targets", title("HTTPRoute", namespace, text(target, "name")), name)
+			c.add("%s is not there, which the policy %s "+
+				"targets", title("HTTPRoute", namespace, text(target, "name")), name)
 			continue
 		}
 		c.conditions(c.route, "status", "parents")
@@ -124,7 +126,8 @@ func (c *check) config() bool {
 		}
 	}
 	if c.module.Route == nil {
-		c.add("%s: config has no route: add route: {rule: 1, strict: true}, the rule that calls go to", c.policy.title())
+		c.add("%s: config has no route: add route: {rule: 1, strict: true}, the rule that calls go "+
+			"to", c.policy.title())
 	}
 	return true
 }
@@ -143,7 +146,8 @@ func (c *check) rules() {
 		rulesName := fmt.Sprintf("%s: rule %d", c.route.title(), i)
 		refs := objects(rule, "backendRefs")
 		if len(refs) != 1 {
-			c.add("%s has %d backendRefs: leave one, for of several Envoy Gateway makes weighted clusters, and a part of the "+
+			c.add("%s has %d backendRefs: leave one, for of several Envoy Gateway makes weighted clusters, and a "+
+				"part of the "+
 				"requests fails where one has no endpoints", rulesName, len(refs))
 		}
 		if t := text(rule, "timeouts", "request"); t != "0s" && t != "0" {
@@ -151,7 +155,8 @@ func (c *check) rules() {
 		}
 		for _, f := range objects(rule, "filters") {
 			if text(f, "type") == "URLRewrite" && c.tandem != nil && len(c.tandem.GetEnvoy().GetPathPrefixes()) == 0 {
-				c.add("%s rewrites the path, which comes after Tandem: name the prefix in the policy, config.tandem.envoy.pathPrefixes", rulesName)
+				c.add("%s rewrites the path, which comes after Tandem: name the prefix in the policy, "+
+					"config.tandem.envoy.pathPrefixes", rulesName)
 			}
 		}
 		for _, ref := range refs {
@@ -187,9 +192,11 @@ func (c *check) backend(from string, ref map[string]any, calls bool) {
 	}
 	switch {
 	case calls && c.module.Route.Strict && !dynamic:
-		c.add("%s is for calls, and leads to %s: give it a Backend of type DynamicResolver, or leave strict out of the policy", from, r.title())
+		c.add("%s is for calls, and leads to %s: give it a Backend of type DynamicResolver, or leave strict out of "+
+			"the policy", from, r.title())
 	case !calls && dynamic:
-		c.add("%s leads to %s, through which a client can have Envoy connect to any address: only the rule for calls, which no request matches, may",
+		c.add("%s leads to %s, through which a client can have Envoy connect to any address: only the rule for "+
+			"calls, which no request matches, may",
 			from, r.title())
 	}
 }
@@ -200,7 +207,8 @@ func (c *check) headless(service Resource) {
 		for _, n := range p.GetDiscovery().GetDns() {
 			if first, rest, _ := strings.Cut(n.GetName(), "."); first == service.name() &&
 				(rest == "" || strings.HasPrefix(rest+".", service.namespace()+".")) {
-				c.add("%s is not headless, so %s is one address for all engines: set clusterIP: None (in a Service made anew)",
+				c.add("%s is not headless, so %s is one address for all engines: set clusterIP: None (in a Service "+
+					"made anew)",
 					service.title(), n.GetName())
 			}
 		}
@@ -211,16 +219,19 @@ func (c *check) headless(service Resource) {
 func (c *check) traffic() {
 	policy := c.policyFor("BackendTrafficPolicy")
 	if policy == nil {
-		c.add("%s has no BackendTrafficPolicy: add the printed one. Without a retry policy a request whose engine fails gets 503, "+
+		c.add("%s has no BackendTrafficPolicy: add the printed one. Without a retry policy a request whose engine "+
+			"fails gets 503, "+
 			"and more than 1,024 at once are refused", c.route.title())
 		return
 	}
 	c.conditions(policy, "status", "ancestors")
 	retry := "retry: {numRetries: 1, retryOn: {triggers: [retriable-status-codes], httpStatusCodes: [599]}}"
 	spec := policy["spec"]
-	switch triggers, codes := list(spec, "retry", "retryOn", "triggers"), list(spec, "retry", "retryOn", "httpStatusCodes"); {
+	triggers, codes := list(spec, "retry", "retryOn", "triggers"), list(spec, "retry", "retryOn", "httpStatusCodes")
+	switch {
 	case at(spec, "retry") == nil:
-		c.add("%s has no retry policy, so Envoy keeps no body and a request whose engine fails gets 503: add %s", policy.title(), retry)
+		c.add("%s has no retry policy, so Envoy keeps no body and a request whose engine fails gets 503: add "+
+			"%s", policy.title(), retry)
 	case !slices.Equal(triggers, []string{"retriable-status-codes"}) || !slices.Equal(codes, []string{"599"}):
 		c.add("%s retries on %s %s: Envoy repeats at any engine what Tandem plans again; say %s", policy.title(),
 			strings.Join(triggers, ","), strings.Join(codes, ","), retry)
@@ -229,15 +240,18 @@ func (c *check) traffic() {
 		c.add("%s has no circuitBreaker: more than 1,024 requests at once get 503; add the printed one", policy.title())
 	}
 	if at(spec, "timeout", "http", "streamIdleTimeout") == nil {
-		c.add("%s has no timeout.http.streamIdleTimeout: an answer that is silent for 5 minutes is cut; say 1800s", policy.title())
+		c.add("%s has no timeout.http.streamIdleTimeout: an answer that is silent for 5 minutes is cut; say "+
+			"1800s", policy.title())
 	}
 	if at(spec, "healthCheck") != nil {
-		c.add("%s checks the health of engines: one that it ejects is unknown to the route, so a request for it is planned again; "+
+		c.add("%s checks the health of engines: one that it ejects is unknown to the route, so a request for it is "+
+			"planned again; "+
 			"leave healthCheck to Tandem", policy.title())
 	}
 	if r := c.module.Route; r != nil && !r.Strict && at(spec, "loadBalancer", "endpointOverride") == nil {
 		c.add("%s has no loadBalancer.endpointOverride, and calls are not strict: P's leg goes to any engine; add "+
-			"loadBalancer: {type: LeastRequest, endpointOverride: {extractFrom: [{header: x-gateway-destination-endpoint}]}}", policy.title())
+			"loadBalancer: {type: LeastRequest, endpointOverride: {extractFrom: [{header: "+
+			"x-gateway-destination-endpoint}]}}", policy.title())
 	}
 }
 
@@ -278,7 +292,8 @@ func (c *check) gateway(parent map[string]any) {
 		in = text(ref, "namespace")
 	}
 	if ref == nil {
-		c.add("%s has no EnvoyProxy, so its Envoy loads no module: name one in infrastructure.parametersRef", gateway.title())
+		c.add("%s has no EnvoyProxy, so its Envoy loads no module: name one in "+
+			"infrastructure.parametersRef", gateway.title())
 		return
 	}
 	proxy := c.get("EnvoyProxy", in, text(ref, "name"))
@@ -289,8 +304,8 @@ func (c *check) gateway(parent map[string]any) {
 	c.proxy(proxy)
 }
 
-// behind are the filters that Tandem has to stand behind, as Envoy Gateway 1.9 names them: by its default order they come
-// after dynamic modules.
+// behind are the filters that Tandem has to stand behind, as Envoy Gateway 1.9 names them: by its default order they
+// come after dynamic modules.
 var behind = []string{"envoy.filters.http.rbac", "envoy.filters.http.local_ratelimit", "envoy.filters.http.ratelimit"}
 
 func (c *check) proxy(proxy Resource) {
@@ -298,23 +313,27 @@ func (c *check) proxy(proxy Resource) {
 	modules := objects(spec, "dynamicModules")
 	i := slices.IndexFunc(modules, func(m map[string]any) bool { return text(m, "name") == c.entry })
 	if i < 0 {
-		c.add("%s does not load the module %s that the policy names, so Envoy Gateway answers all requests of the route with 500: add it to "+
+		c.add("%s does not load the module %s that the policy names, so Envoy Gateway answers all requests of the "+
+			"route with 500: add it to "+
 			"dynamicModules", proxy.title(), c.entry)
 		return
 	}
 	module := modules[i]
 	if keep, _ := module["doNotClose"].(bool); !keep {
-		c.add("%s: dynamicModules: %s has no doNotClose: true: Go's runtime cannot be unloaded, and Envoy would crash", proxy.title(), c.entry)
+		c.add("%s: dynamicModules: %s has no doNotClose: true: Go's runtime cannot be unloaded, and Envoy would "+
+			"crash", proxy.title(), c.entry)
 	}
 	if text(module, "source", "type") == "Remote" {
-		c.add("%s loads the library by URL: while that fails requests pass unsplit; prefer an image that has it (Local)", proxy.title())
+		c.add("%s loads the library by URL: while that fails requests pass unsplit; prefer an image that has it "+
+			"(Local)", proxy.title())
 	}
 	order := objects(spec, "filterOrder")
 	for _, f := range behind {
 		if !slices.ContainsFunc(order, func(o map[string]any) bool {
 			return text(o, "name") == "envoy.filters.http.dynamic_modules" && text(o, "after") == f
 		}) {
-			c.add("%s lets Tandem come before %s, so what that refuses has been prefilled, and answers of Tandem's own pass it "+
+			c.add("%s lets Tandem come before %s, so what that refuses has been prefilled, and answers of Tandem's "+
+				"own pass it "+
 				"by: add to filterOrder {name: envoy.filters.http.dynamic_modules, after: %s}", proxy.title(), f, f)
 		}
 	}
@@ -327,7 +346,8 @@ func (c *check) proxy(proxy Resource) {
 	}
 	library := text(module, "source", "local", "path")
 	if text(deployment, "container", "image") == "" && !mounts(deployment, library) {
-		c.add("%s has neither an image of Envoy with %s nor a volume there: Envoy Gateway's own image lacks it", proxy.title(), library)
+		c.add("%s has neither an image of Envoy with %s nor a volume there: Envoy Gateway's own image lacks "+
+			"it", proxy.title(), library)
 	}
 	if file := c.module.File; file != "" && !mounts(deployment, file) {
 		c.add("%s mounts nothing at %s, which the policy names: mount the ConfigMap there", proxy.title(), file)
@@ -354,7 +374,8 @@ func (c *check) conditions(r Resource, where ...string) {
 	for _, one := range append(of, objects(r, where...)...) {
 		for _, condition := range objects(one, "conditions") {
 			if slices.Contains(wanted, text(condition, "type")) && text(condition, "status") == "False" {
-				c.add("%s: Envoy Gateway says %s: False (%s): %s", r.title(), text(condition, "type"), text(condition, "reason"),
+				c.add("%s: Envoy Gateway says %s: False (%s): "+
+					"%s", r.title(), text(condition, "type"), text(condition, "reason"),
 					text(condition, "message"))
 			}
 		}

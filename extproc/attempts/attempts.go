@@ -93,8 +93,8 @@ func (t *Table[T]) at(id kvtransfer.ID, fresh func() *T) *entry[T] {
 	return e
 }
 
-// rest records that no stream uses an attempt now, and forgets attempts that have not been used for long. The caller holds the
-// lock.
+// rest records that no stream uses an attempt now, and forgets attempts that have not been used for long. The caller
+// holds the lock.
 func (t *Table[T]) rest(id kvtransfer.ID, e *entry[T]) {
 	if e.streams > 0 {
 		return

@@ -104,7 +104,7 @@ func (b *LogBatch) readNode(c *cursor, end int) {
 			version := c.length(build)
 			for number, wire := c.field(version); number != 0; number, wire = c.field(version) {
 				if number <= 3 && wire == wireVarint {
-					release[number] = uint32(min(c.varint(), 9999)) //nolint:gosec // it is small
+					release[number] = uint32(min(c.varint(), 9999))
 				} else {
 					c.skip(wire, version)
 				}

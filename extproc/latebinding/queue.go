@@ -154,7 +154,7 @@ type settlement struct {
 
 // BlockedOn is what a request had to wait for when it arrived.
 type BlockedOn struct {
-	Endpoint      string // its best endpoint, which had a step of work ahead, including requests before it, or no memory
+	Endpoint      string // its best endpoint, which had a step of work ahead, counting requests before it, or no memory
 	Memory        bool   // conversations that are expected back left it no memory there
 	Local, Remote int    // requests before it, in this replica and in others
 }

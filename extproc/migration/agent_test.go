@@ -1,6 +1,7 @@
 package migration
 
 import (
+	"bytes"
 	"encoding/json"
 	"fmt"
 	"math/rand/v2"
@@ -428,7 +429,7 @@ func TestAnotherAnswerIsNoRepetition(t *testing.T) {
 						}
 						broken++
 						require.Equal(t, Different, s.Broken())
-						require.True(t, strings.HasPrefix(string(got), string(had)))
+						require.True(t, bytes.HasPrefix(got, had))
 					}
 				}
 			}

@@ -165,7 +165,8 @@ func (s *Stream) writeAgain(dst, raw []byte, p *parser, e *event) []byte {
 	if s.bytes() > s.of.maxBytes {
 		s.give(TooLong)
 	}
-	has := s.joined && !fresh && (was || s.seen.role && e.role || ends && s.seen.finish || e.choices == 0 && s.seen.usage)
+	again := was || s.seen.role && e.role || ends && s.seen.finish || e.choices == 0 && s.seen.usage
+	has := s.joined && !fresh && again
 	if has && !(ends && !s.seen.finish) || !s.joined && e.empty && !p.isNull(e.ids) && !ends {
 		return dst
 	}

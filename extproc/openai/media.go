@@ -198,8 +198,8 @@ func besidePrompt(name []byte) bool {
 	return false
 }
 
-// mayBeMedium reports whether the string at b[start:end] is worth a look: it is long, or begins like a URL or the line of
-// Claude Code.
+// mayBeMedium reports whether the string at b[start:end] is worth a look: it is long, or begins like a URL or the line
+// of Claude Code.
 func mayBeMedium(b []byte, start, end int) bool {
 	const data, http, file, line = 0x61746164, 0x70747468, 0x656c6966, 0x6e612d78 // as little-endian numbers
 	if end-start < 8 {

@@ -4,9 +4,9 @@ import (
 	"bytes"
 )
 
-// PassingCounts is [CachedTokens] for an answer that is one JSON object and passes in pieces that end anywhere. It keeps
-// nothing but the value of the member usage, so the answer may have any size. What is no object, and a usage of more than
-// 64 KiB, pass as they are. It is for one answer, and for one goroutine.
+// PassingCounts is [CachedTokens] for an answer that is one JSON object and passes in pieces that end anywhere. It
+// keeps nothing but the value of the member usage, so the answer may have any size. What is no object, and a usage of
+// more than 64 KiB, pass as they are. It is for one answer, and for one goroutine.
 type PassingCounts struct {
 	By CachedTokens
 
@@ -123,9 +123,10 @@ func (p *PassingCounts) between(c byte) {
 		p.holding = p.holding || c == '{' && p.depth == 2 && p.matched == len(usageName)
 	case '}', ']':
 		p.depth--
-		if p.depth == 1 {
+		switch p.depth {
+		case 1:
 			p.holding = false
-		} else if p.depth == 0 {
+		case 0:
 			p.state = passingOver
 		}
 	}

@@ -67,8 +67,8 @@ func (r *Request) Prompts() (n int, list bool) {
 // leaves out is not counted, nor are media.
 func (r *Request) PromptBytes() int { return max(len(r.prompt())-r.beside.bytes-r.beside.cutBytes, 0) }
 
-// PromptText returns the raw bytes that [Request.PromptHash] covers; nil if the prompt is empty, or if that leaves out some
-// of its bytes.
+// PromptText returns the raw bytes that [Request.PromptHash] covers; nil if the prompt is empty, or if that leaves out
+// some of its bytes.
 func (r *Request) PromptText() []byte {
 	b := r.prompt()
 	if len(b) == 0 || len(r.beside.found) > 0 || r.beside.cutBytes > 0 {

@@ -6,11 +6,12 @@ import (
 	"github.com/cespare/xxhash/v2"
 )
 
-// A conversation's next request repeats the earlier ones but for bytes that engines do not render. The hashes of a prompt
-// leave those bytes out, or no turn of a coding agent would be found again:
+// A conversation's next request repeats the earlier ones but for bytes that engines do not render. The hashes of a
+// prompt leave those bytes out, or no turn of a coding agent would be found again:
 //
-//   - Clients of Anthropic's API mark the last two messages with cache_control, so the marks move with each turn (Claude
-//     Code, Cline, Roo Code). A message that is a text becomes a list of one part for that, and later a text again.
+//   - Clients of Anthropic's API mark the last two messages with cache_control, so the marks move with each turn
+//     (Claude Code, Cline, Roo Code). A message that is a text becomes a list of one part for that, and later a text
+//     again.
 //   - Claude Code begins its system prompt with a line that differs in each request, for Anthropic's accounts. vLLM
 //     leaves it out (0.32.0, entrypoints/anthropic/serving.py and renderers/chat_utils.py); SGLang renders it
 //     (entrypoints/anthropic/request_conversion.py, 2026-11).
@@ -21,13 +22,14 @@ type unrendered struct {
 	line       bool // it is the line of Claude Code
 }
 
-// maxCuts bounds the cuts that are kept. Clients mark four places at most, but a long conversation may have thousands of
-// messages with one part.
+// maxCuts bounds the cuts that are kept. Clients mark four places at most, but a long conversation may have thousands
+// of messages with one part.
 const maxCuts = 4096
 
 var attribution = []byte("x-anthropic-billing-header")
 
-// KeepAttribution makes hashes cover the line with which Claude Code begins its system prompt, for engines that render it.
+// KeepAttribution makes hashes cover the line with which Claude Code begins its system prompt, for engines that render
+// it.
 func (r *Request) KeepAttribution() {
 	kept := r.beside.cuts[:0]
 	for _, c := range r.beside.cuts {
@@ -108,8 +110,8 @@ func (m *beside) line(b []byte, start, end int) {
 	m.cut(start+1, end-1, true)
 }
 
-// onlyText reads a content, the list at i, if it has nothing but one part that is a text, and leaves of it only the text
-// itself to be hashed. It returns the index behind the list, or false if the list is another one, or not valid.
+// onlyText reads a content, the list at i, if it has nothing but one part that is a text, and leaves of it only the
+// text itself to be hashed. It returns the index behind the list, or false if the list is another one, or not valid.
 func (m *beside) onlyText(b []byte, i int, stack *levels, open int) (end int, ok bool) {
 	const ofMessage = 2 // levels: the list of messages, and one of them
 	if !m.chat || open != ofMessage || !stack.object(1) || !bytes.HasPrefix(b[stack.names[1]:], []byte(`"content"`)) {

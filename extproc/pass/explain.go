@@ -98,7 +98,9 @@ func (p *Policy) strange(ctx context.Context, prefill *kvstate.Endpoint) bool {
 // queued returns how the request waited.
 func (x *Pass) queued() telemetry.Queued {
 	on := &x.waiter.BlockedOn
-	return telemetry.Queued{Waited: x.waiter.Took, WaitedFor: on.Endpoint, ForMemory: on.Memory, Behind: on.Local, BehindRemote: on.Remote}
+	return telemetry.Queued{
+		Waited: x.waiter.Took, WaitedFor: on.Endpoint, ForMemory: on.Memory, Behind: on.Local, BehindRemote: on.Remote,
+	}
 }
 
 // explain writes all prices of a decision to the debug log, and to an operator who asks for them.

@@ -303,7 +303,7 @@ type CachedTokens int
 const (
 	CachedOfDecode  CachedTokens = iota // D's: it counts what it fetched from P, or nothing of that
 	CachedByLeg                         // P's: the answer takes the leg where answers are rewritten
-	CachedInPassing                     // P's: the transport edits usage as the answer passes, so the leg stays what it is
+	CachedInPassing                     // P's: the transport edits usage as the answer passes, on the leg that it takes
 )
 
 // LeastBytes returns the least number of bytes of an answer to a stream.

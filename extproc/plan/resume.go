@@ -224,7 +224,8 @@ func cachedTokens(d *Decision, h *HandOver, p *Policy) (cached, written int64) {
 const MaxDecodeMember = 8 << 20
 
 // decodeEdits turns the undo of a prefill body into the edits that make the decode body, and returns the undo of
-// those. D's parameters follow the opening brace, where the undo's first edit usually is too. P answered 200, so its body is not an empty object, and a comma always follows.
+// those. D's parameters follow the opening brace, where the undo's first edit usually is too. P answered 200, so its
+// body is not an empty object, and a comma always follows.
 func (r *Request) decodeEdits(h *HandOver, p *Policy, params []byte) (edits, back openai.Edits, err error) {
 	undo, member := h.Ticket.Undo, r.memory.params[:0]
 	member = append(p.Dialect.DecodeMember(member, params), ',')

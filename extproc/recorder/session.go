@@ -190,8 +190,8 @@ func (s *session) forget(now time.Time) {
 	}
 }
 
-// save writes lines into the file, and reports whether all that was written has reached it. While that fails, it is tried
-// every few seconds.
+// save writes lines into the file, and reports whether all that was written has reached it. While that fails, it is
+// tried every few seconds.
 func (s *session) save(lines []byte, now time.Time, over bool) (flushed bool, err error) {
 	if s.failing && now.Before(s.retry) && !over {
 		return false, errRetries

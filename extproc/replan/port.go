@@ -97,7 +97,8 @@ func (p *Port) checkLate(w http.ResponseWriter, t *kvtransfer.Ticket, id string)
 var errTicketConsumed = errors.New("the ticket was consumed here before")
 
 // hopFailed records that the hop of a ticket failed, and returns the next pass's ticket. An endpoint that exceeded
-// the hop's time limit counts as hanging. refusal is P's refusal of the request, for the client in place of another pass; nil: none.
+// the hop's time limit counts as hanging. refusal is P's refusal of the request, for the client in place of another
+// pass; nil: none.
 func (p *Port) hopFailed(
 	ctx context.Context, t *kvtransfer.Ticket, id string,
 ) (next kvtransfer.Ticket, refusal *concurrent.Outcome) {

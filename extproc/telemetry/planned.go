@@ -24,7 +24,8 @@ type Weighed struct {
 	Prefill  []Part `json:"prefill,omitempty"`
 	Decode   []Part `json:"decode,omitempty"` // of the hop that answers
 	Alone    []Part `json:"alone,omitempty"`  // of decode alone, if the request may be split
-	// tokens of conversations that it would discard for the request, and the chance that they come back within two minutes
+	// tokens of conversations that it would discard for the request, and the chance that they come back within two
+	// minutes
 	Discards float64 `json:"discards_tokens,omitempty"`
 	Back     float64 `json:"discards_back,omitempty"`
 	// why decode alone was not offered here, whatever it costs: NotAloneBusy or NotAloneTooLong
@@ -47,8 +48,8 @@ type Foreseen struct {
 	PrefillBusy float64 `json:"prefill_busy,omitempty"`
 	// blocks of the prompt, of which endpoints hold Weighed.Hit
 	PromptBlocks int `json:"prompt_blocks,omitempty"`
-	// Of the prompt's tokens: those that earlier turns of its conversation had; and of these, what is computed again since no
-	// endpoint holds it any more, or though another one does
+	// Of the prompt's tokens: those that earlier turns of its conversation had; and of these, what is computed again
+	// since no endpoint holds it any more, or though another one does
 	Had       int64 `json:"had_tokens,omitempty"`
 	Evicted   int64 `json:"evicted_tokens,omitempty"`
 	Elsewhere int64 `json:"elsewhere_tokens,omitempty"`

@@ -48,7 +48,7 @@ type seen struct {
 }
 
 // missingFor is the time after which a replica that is not living is gone: if Redis was slow, no other replica may have
-// been known for a moment
+// been known for a moment.
 const missingFor = 2 * time.Second
 
 // logChanges logs by name which other replicas have come or gone. None is gone as long as Redis was away lately. mu is

@@ -30,8 +30,8 @@ type Report struct {
 }
 
 // Computes records that an engine is about to compute the prompt of a conversation that has just arrived. It holds so
-// many blocks of it, and the engine that holds most of it so many. Of each arrival the first call counts, and returns what
-// is computed again.
+// many blocks of it, and the engine that holds most of it so many. Of each arrival the first call counts, and returns
+// what is computed again.
 func (t *Table) Computes(c *Conversation, blocks, most int) (one Again) {
 	t.mu.Lock()
 	defer t.mu.Unlock()

@@ -456,8 +456,8 @@ func (t *Table) Sent(c *Conversation, home *Engine, now float64) {
 	t.refresh(now)
 }
 
-// Withdrawn records that a prompt that has arrived will go to no engine: its client has left, or it was refused. Then its
-// conversation is idle again.
+// Withdrawn records that a prompt that has arrived will go to no engine: its client has left, or it was refused. Then
+// its conversation is idle again.
 func (t *Table) Withdrawn(c *Conversation, now float64) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -601,8 +601,8 @@ func (t *Table) Empty(e *Engine, left bool) {
 	e.summary.Store(nil)
 }
 
-// Live returns the tokens of conversations that are expected back within the horizon, each once, wherever they are. It is 0
-// until some have returned.
+// Live returns the tokens of conversations that are expected back within the horizon, each once, wherever they are. It
+// is 0 until some have returned.
 func (t *Table) Live() float64 { return math.Float64frombits(t.live.Load()) }
 
 // Memory returns what an engine's memory holds; nil: its size is unknown.

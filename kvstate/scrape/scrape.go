@@ -217,7 +217,9 @@ func (s *Scraper) wait(ctx context.Context, e *kvstate.Endpoint, t *target, turn
 // ask scrapes one endpoint, and schedules its next scrape.
 func (s *Scraper) ask(ctx context.Context, e *kvstate.Endpoint, t *target) {
 	var signals kvstate.Signals
-	engine, err := guard.Try(ctx, "engine metrics", func() (string, error) { return s.scrape(ctx, e, t.path, &signals) })
+	engine, err := guard.Try(ctx, "engine metrics", func() (string, error) {
+		return s.scrape(ctx, e, t.path, &signals)
+	})
 	if err == nil {
 		s.answered.Add(1)
 	} else {

@@ -371,6 +371,6 @@ func TestEnginesAtRest(t *testing.T) {
 		time.Sleep((restTurns + 1) * askEvery)
 		synctest.Wait()
 		require.Equal(t, int64(3), elsewhere.Signals().External)
-		require.Equal(t, 1.0, elsewhere.Signals().Trust(time.Now()))
+		require.InDelta(t, 1, elsewhere.Signals().Trust(time.Now()), 0)
 	})
 }

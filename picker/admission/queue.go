@@ -67,7 +67,7 @@ const (
 	ageing            = 0.2 // of the key per second of arrival
 	maxWalk           = 128 // requests that one dispatch considers ...
 	maxHeld           = 512 // ... plus those that wait for their targets, which block no others
-	// of these, requests that are checked once every endpoint is busy: only decode alone may be possible then
+	// fullWalk of these are checked once every endpoint is busy: only decode alone may be possible then.
 	fullWalk = 16
 
 	walkEvery = 0.020 // s: how often the queue is walked if nothing happens
@@ -168,8 +168,8 @@ func (q *Queue) Before(id uint64) (local, remote int, self Waiting) {
 	return local, remote, Waiting{}
 }
 
-// Wanted returns the endpoint, as a position in the view, to which the last request to wait would have gone for its prompt;
-// -1: none, because it waits for its targets.
+// Wanted returns the endpoint, as a position in the view, to which the last request to wait would have gone for its
+// prompt; -1: none, because it waits for its targets.
 func (q *Queue) Wanted() int { return q.wanted }
 
 // LacksMemory reports whether the last request to wait does so for the memory of that endpoint.

@@ -53,6 +53,6 @@ func ReadModule(text []byte) (m Module, err error) {
 	return m, nil
 }
 
-// Routed reports whether the filter's route is another's. What names no route and cannot be read otherwise is: a printed
-// bootstrap can be read.
+// Routed reports whether the filter's route is another's. What names no route and cannot be read otherwise is: a
+// printed bootstrap can be read.
 func (m *Module) Routed() bool { return m.Route != nil || m.Tandem != nil || m.File == "" }

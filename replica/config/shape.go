@@ -237,7 +237,8 @@ var engineFields = map[string]string{
 var goneFields = map[string]string{
 	"registration": "with kvTransfer p2p-nccl: remove it",
 	"kvPort":       "with kvTransfer p2p-nccl: remove it",
-	"bidirectional": "since decode appends a conversation's next turn (docs/adr/0103): remove it, and set declineExpired " +
+	"bidirectional": "since decode appends a conversation's next turn (docs/adr/0103): remove it, and set " +
+		"declineExpired " +
 		"if the engines run with bidirectional_kv_xfer",
 	"turnTtl": "with nixl.bidirectional: remove it",
 }

@@ -77,7 +77,8 @@ func writePool(b *strings.Builder, name string, models []string, engines []Engin
 	if err := complete(engines, d.name); err != nil {
 		return err
 	}
-	if listed := slices.ContainsFunc(engines, func(e Engine) bool { return len(e.Info.Models) > 0 }); listed && len(common(engines)) == 0 {
+	listed := slices.ContainsFunc(engines, func(e Engine) bool { return len(e.Info.Models) > 0 })
+	if listed && len(common(engines)) == 0 {
 		return noModel(engines)
 	}
 	fmt.Fprintf(b, "- name: %s\n", name)

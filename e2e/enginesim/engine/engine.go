@@ -95,8 +95,8 @@ func (e *Engine) compute(ctx context.Context, d time.Duration) error {
 }
 
 // computeChunks computes a prompt in steps which the answers that run take part in: each of them gets its token at the
-// step's end, and the step takes the time of the chunk and of their own. It begins with a step, not in the middle of one
-// (vLLM 0.32.0, v1/engine/core.py: step schedules, executes, and schedules again).
+// step's end, and the step takes the time of the chunk and of their own. It begins with a step, not in the middle of
+// one (vLLM 0.32.0, v1/engine/core.py: step schedules, executes, and schedules again).
 func (e *Engine) computeChunks(ctx context.Context, d time.Duration) error {
 	defer e.stepEnds.Store(0)
 	if err := e.runningStep(ctx); err != nil {
