@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"math"
 	"math/rand/v2"
 	"os"
 	"os/exec"
@@ -59,7 +60,7 @@ func TestMemoryAsInTheReplay(t *testing.T) {
 		t.Logf("%s: %.0f turns an hour, %.1f %% kept; in the replay %.0f, %.1f %%", split, r.turns, 100*r.kept, s.turns, 100*s.kept)
 	}
 	for i, split := range policies {
-		require.InDelta(t, simulated[i].kept, measured[i].kept, .15, split)
+		speed(t, math.Abs(simulated[i].kept-measured[i].kept) < .15, "%s: %.2f kept, %.2f in the replay", split, measured[i].kept, simulated[i].kept)
 		speed(t, measured[i].turns > .85*simulated[i].turns && measured[i].turns < 1.15*simulated[i].turns,
 			"%s: %.0f turns an hour, %.0f in the replay", split, measured[i].turns, simulated[i].turns)
 		for j := range policies {

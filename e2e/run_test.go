@@ -8,6 +8,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 
@@ -23,9 +24,14 @@ type running struct {
 	dir  string // where it runs, and where its logs are
 }
 
+// portsChosen is held while `tandem run` looks for free ports and until it listens there: two at once choose the same.
+var portsChosen sync.Mutex
+
 // runTandem starts `tandem run` in a folder and waits until it says that it runs.
 func runTandem(t *testing.T, dir string, args ...string) *running {
 	t.Helper()
+	portsChosen.Lock()
+	defer portsChosen.Unlock()
 	r := &running{cmd: tandemRun(t, dir, args...), dir: dir}
 	out, err := r.cmd.StdoutPipe()
 	require.NoError(t, err)
@@ -36,7 +42,7 @@ func runTandem(t *testing.T, dir string, args ...string) *running {
 	for lines := bufio.NewScanner(out); !strings.Contains(r.said, "Ctrl-C ends both") && lines.Scan(); {
 		r.said += lines.Text() + "\n"
 	}
-	require.Contains(t, r.said, "Ctrl-C ends both", errs.String)
+	require.Contains(t, r.said, "Ctrl-C ends both", &errs)
 	return r
 }
 

@@ -81,7 +81,7 @@ func TestXDSChangesUnderLoad(t *testing.T) {
 	long := make(chan string, 1) // an answer that outlasts many listeners
 	go func() {
 		got, err := f.try(t.Context(), http.MethodPost, "/v1/chat/completions", `{"model":"tiny","stream":true,"ignore_eos":true,`+
-			`"min_tokens":10000,"max_tokens":10000,"messages":[{"role":"user","content":"Tell me all."}]}`)
+			`"min_tokens":30000,"max_tokens":30000,"messages":[{"role":"user","content":"Tell me all."}]}`)
 		outlasted.Store(changes.Load())
 		long <- fmt.Sprint(got.status, err, got.body[max(0, len(got.body)-16):])
 	}()

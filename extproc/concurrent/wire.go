@@ -3,6 +3,7 @@ package concurrent
 import (
 	"errors"
 	"fmt"
+	"slices"
 
 	"tandem/extproc/kvtransfer"
 	"tandem/extproc/openai"
@@ -23,7 +24,7 @@ func DecodeEdits(t *kvtransfer.Ticket, bytes int) (openai.Edits, error) {
 	case t.Params == nil:
 		return t.Undo[1:], nil
 	}
-	edits := t.Undo
+	edits := slices.Clone(t.Undo) // the ticket's own is for the client's body, if the pair fails
 	edits[0].New = append(append(t.Params, ','), edits[0].New...)
 	return edits, nil
 }

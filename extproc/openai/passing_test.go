@@ -26,7 +26,7 @@ func TestPassingCounts(t *testing.T) {
 	const messages = `"usage":{"input_tokens":8,"output_tokens":4,"cache_creation_input_tokens":0,"cache_read_input_tokens":32}`
 	for answer, want := range map[string]string{
 		`{"id":"a",` + messages + `}`: `{"id":"a","usage":{"input_tokens":30,"output_tokens":4,"cache_creation_input_tokens":3,"cache_read_input_tokens":7}}`,
-		` { "usage" : {"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":9}} , "id": "a" } `: ` { "usage" : {"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":7}} , "id": "a" } `,
+		` { "usage" : {"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":9}} , "id": "a" } `: ` { "usage" : {"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":7}} , "id": "a" } `, //nolint:gocritic // its white space is kept
 		// what the model or the client wrote is no usage
 		`{"content":[{"type":"tool_use","input":{` + messages + `}}],"x":"` + strings.ReplaceAll(messages, `"`, `\"`) + `"}`: "",
 		`{"content":"usage","n":{"usage":1},"us\u0061ge":{"cached_tokens":1},"usages":{"cached_tokens":1}}`:                  "",
