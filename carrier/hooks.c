@@ -170,13 +170,18 @@ static bool given(request* r, void* e) {
   return true;
 }
 
+// single returns the piece of the answer if it is one part in memory.
+static bool single(void* e, bytes* piece) {
+  return envoy_dynamic_module_callback_http_get_body_chunks_size(e, ANSWER_RECEIVED) == 1 &&
+         envoy_dynamic_module_callback_http_get_body_chunks(e, ANSWER_RECEIVED, piece);
+}
+
 // count looks at a piece that the client gets. Of a stream most are whole events that say no tokens: they need no Go.
 static void count(request* r, void* e) {
   bytes one;
   if (!given(r, e)) return;
-  if (r->events && !r->within && envoy_dynamic_module_callback_http_get_body_chunks_size(e, ANSWER_RECEIVED) == 1 &&
-      envoy_dynamic_module_callback_http_get_body_chunks(e, ANSWER_RECEIVED, &one) &&
-      one.at[one.length - 1] == '\n' && !says(one, "usage\"") && !says(one, "meta_info\"")) {
+  if (r->events && !r->within && single(e, &one) && one.at[one.length - 1] == '\n' && !says(one, "usage\"") &&
+      !says(one, "meta_info\"")) {
     return;
   }
   r->within = counted(r);
@@ -189,10 +194,7 @@ static bool has(bytes text, const char* mark) { return memmem(text.at, text.leng
 static bool unmarked(void* e) {
   bytes one;
   if (envoy_dynamic_module_callback_http_get_body_size(e, ANSWER_RECEIVED) == 0) return true;
-  if (envoy_dynamic_module_callback_http_get_body_chunks_size(e, ANSWER_RECEIVED) != 1 ||
-      !envoy_dynamic_module_callback_http_get_body_chunks(e, ANSWER_RECEIVED, &one) || one.length < 4) {
-    return false;
-  }
+  if (!single(e, &one) || one.length < 4) return false;
   const char* end = one.at + one.length;
   return (memcmp(end - 2, "\n\n", 2) == 0 || memcmp(end - 4, "\r\n\r\n", 4) == 0) && !has(one, "_tokens\"") &&
          !has(one, "kv_transfer_params\"");

@@ -36,9 +36,9 @@ func TestHungPrefillsStayOut(t *testing.T) {
 	s := New(Options{})
 	s.SetPool(PoolSpec{Name: "p"}, []EndpointSpec{{Addr: "a:1", Role: RolePrefill}, {Addr: "b:1", Role: RolePrefill}, {Addr: "c:1", Role: RoleDecode}})
 	p := s.Pool("p")
-	s.Health.MarkHung(p.Endpoint("a:1"))
+	s.Health.Mark(p.Endpoint("a:1"), true, CauseTimeLimit, "")
 	s.Health.MarkFailed(p.Endpoint("b:1"))
-	s.Health.MarkHung(p.Endpoint("c:1"))
+	s.Health.Mark(p.Endpoint("c:1"), true, CauseTimeLimit, "")
 	var v View
 	s.View(p, nil, &v)
 	for _, c := range v.Endpoints {

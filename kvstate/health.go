@@ -61,9 +61,6 @@ func (e *Endpoint) stands() bool {
 // MarkFailed marks an endpoint as failed. It returns true if it was not already.
 func (s *Health) MarkFailed(e *Endpoint) bool { return s.Mark(e, false, CauseRequest, "") }
 
-// MarkHung is MarkFailed for an endpoint that did not answer in time.
-func (s *Health) MarkHung(e *Endpoint) bool { return s.Mark(e, true, CauseTimeLimit, "") }
-
 // FailedFor returns how long an endpoint has been marked as failed.
 func (s *Health) FailedFor(e *Endpoint) time.Duration {
 	since := e.state.condition.failed.Load()
@@ -140,7 +137,7 @@ func (s *Health) markGood(e *Endpoint, cause HealthCause) bool {
 	return marked
 }
 
-// ApplyFailed applies [Health.MarkFailed], [Health.MarkHung] or [Health.MarkGood] of another replica.
+// ApplyFailed applies [Health.Mark] or [Health.MarkGood] of another replica.
 func (s *Health) ApplyFailed(e *Endpoint, failed, hung bool) {
 	if !failed && e.state.condition.progress.Standing(s.now()) {
 		return

@@ -189,9 +189,8 @@ func (r *reader) header(text []byte) error {
 	case h.Version != Version:
 		return fmt.Errorf("version %d of the format: this program reads %d", h.Version, Version)
 	case h.BlockBytes < 1 || h.Sample < 1 || !(h.Start >= 0):
-		return fmt.Errorf("a header that cannot be: blocks of %d bytes, one conversation in %d, begun at "+
-			"%g", h.BlockBytes,
-			h.Sample, h.Start)
+		return fmt.Errorf("a header that cannot be: blocks of %d bytes, one conversation in %d, begun at %g",
+			h.BlockBytes, h.Sample, h.Start)
 	}
 	if i := slices.IndexFunc(r.parts, func(p *Recording) bool { return p.ID == h.ID }); i >= 0 {
 		r.now = r.parts[i]
@@ -200,13 +199,11 @@ func (r *reader) header(text []byte) error {
 	if len(r.parts) > 0 {
 		switch is := &r.parts[0].Header; {
 		case is.BlockBytes != h.BlockBytes:
-			return fmt.Errorf("recording %q hashes %d bytes at a time, and %q %d: replay each by "+
-				"itself", is.ID, is.BlockBytes,
-				h.ID, h.BlockBytes)
+			return fmt.Errorf("recording %q hashes %d bytes at a time, and %q %d: replay each by itself",
+				is.ID, is.BlockBytes, h.ID, h.BlockBytes)
 		case is.Sample != h.Sample:
-			return fmt.Errorf("recording %q has one conversation in %d, and %q one in %d: replay each by "+
-				"itself", is.ID, is.Sample,
-				h.ID, h.Sample)
+			return fmt.Errorf("recording %q has one conversation in %d, and %q one in %d: replay each by itself",
+				is.ID, is.Sample, h.ID, h.Sample)
 		}
 	}
 	r.now = &Recording{Header: h}

@@ -43,8 +43,8 @@ func NewAnswer(load *Recorded, now Variant, replayed *RecordedResult, notes []st
 		a.Notes = append(a.Notes, "no stream's times were read (usage), so nobody knows whether the replay is right")
 	}
 	if a.Measured.Requests < fewRequests {
-		a.Notes = append(a.Notes, fmt.Sprintf("%d requests are few: record more before you decide "+
-			"anything", a.Measured.Requests))
+		a.Notes = append(a.Notes, fmt.Sprintf("%d requests are few: record more before you decide anything",
+			a.Measured.Requests))
 	}
 	return a
 }
@@ -69,8 +69,8 @@ func (a *Answer) About() []string {
 		out = append(out, fmt.Sprintf("%d requests are not played: they %s", load.Skipped[why], why))
 	}
 	if load.Guessed > 0 {
-		out = append(out, fmt.Sprintf("%d answers have the mean length: nobody read how long they were "+
-			"(usage)", load.Guessed))
+		out = append(out, fmt.Sprintf("%d answers have the mean length: nobody read how long they were (usage)",
+			load.Guessed))
 	}
 	return out
 }

@@ -191,15 +191,13 @@ func joined(r *recording.Recording) (notes []string) {
 	}
 	if len(salts) > 1 {
 		notes = append(notes, fmt.Sprintf("%d recordings have %d salts, so nobody knows what their prompts share, "+
-			"and which "+
-			"conversations went from one to the other: less is cached here. Give all replicas one record.saltFile",
-			len(r.Parts), len(salts)))
+			"and which conversations went from one to the other: less is cached here. Give all replicas one "+
+			"record.saltFile", len(r.Parts), len(salts)))
 	}
 	for _, replica := range slices.Sorted(maps.Keys(first)) {
 		if missing := first[replica] + end - last[replica]; len(first) > 1 && missing > .1*end {
 			notes = append(notes, fmt.Sprintf("replica %q recorded nothing for %.0f s of %.0f s, in which the load "+
-				"is less than it was",
-				replica, missing, end))
+				"is less than it was", replica, missing, end))
 		}
 	}
 	if r.Sample > 1 && r.Crossed > 0 {
@@ -339,12 +337,10 @@ func (o *Recorded) Fleet() (c Config, host float64, notes []string) {
 	}{{"speeds of prefill", speed}, {"times of a decode step", pace}} {
 		if len(of.all) == 0 {
 			notes = append(notes, "Tandem had not learned "+of.what+": they are those of its model, so times may be "+
-				"far off. "+
-				"tandem profile measures an engine")
+				"far off. tandem profile measures an engine")
 		} else if slices.Max(of.all) > 1.25*slices.Min(of.all) {
-			notes = append(notes, fmt.Sprintf("engines differ in their %s (%.2f to %.2f times the model's); here "+
-				"all have the mean",
-				of.what, slices.Min(of.all), slices.Max(of.all)))
+			notes = append(notes, fmt.Sprintf("engines differ in their %s (%.2f to %.2f times the model's); here all "+
+				"have the mean", of.what, slices.Min(of.all), slices.Max(of.all)))
 		}
 	}
 	return c, host, notes

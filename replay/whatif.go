@@ -351,28 +351,24 @@ func (a *Advice) Sentences() (out []string) {
 	whole := a.Whole
 	switch {
 	case pays:
-		out = append(out, fmt.Sprintf("P/D pays: "+
-			"on engines that serve both legs prompts run beside answers for %s of the "+
-			"answers' time. A token takes %.0f ms in the p95 there, and %.0f ms with %s; "+
-			"a first token %.2f s and %.2f s.",
+		out = append(out, fmt.Sprintf("P/D pays: on engines that serve both legs prompts run beside answers for %s "+
+			"of the answers' time. A token takes %.0f ms in the p95 there, and %.0f ms with %s; a first token %.2f s "+
+			"and %.2f s.",
 			percent(whole.Lost), 1000*whole.TPOT.P95, 1000*a.Split.TPOT.P95, a.Split.Fleet(), whole.TTFT.P95,
 			a.Split.TTFT.P95))
 	case a.Split.Kept > a.Whole.Kept-.01:
-		out = append(out, fmt.Sprintf("P/D does not pay for this traffic: "+
-			"engines that serve both legs do as well, and "+
-			"need no "+
-			"KV transfer. Prompts run beside answers there for %s of the answers' time.", percent(whole.Lost)))
+		out = append(out, fmt.Sprintf("P/D does not pay for this traffic: engines that serve both legs do as well, "+
+			"and need no KV transfer. Prompts run beside answers there for %s of the answers' time.",
+			percent(whole.Lost)))
 	default:
-		out = append(out, fmt.Sprintf("P/D does not pay for this traffic: "+
-			"with roles, one of them is short while the other "+
-			"idles, and memory holds less (cached %s, and %s with engines that serve both legs).",
+		out = append(out, fmt.Sprintf("P/D does not pay for this traffic: with roles, one of them is short while the "+
+			"other idles, and memory holds less (cached %s, and %s with engines that serve both legs).",
 			percent(a.Split.Cached), percent(whole.Cached)))
 	}
 	switch {
 	case a.Exhausted:
-		out = append(out, fmt.Sprintf("No fleet of up to %d engines keeps the promise for %.0f of 100 "+
-			"requests.", a.Most,
-			100*Keeps))
+		out = append(out, fmt.Sprintf("No fleet of up to %d engines keeps the promise for %.0f of 100 requests.",
+			a.Most, 100*Keeps))
 	case a.Fewest.engines() < a.Now.engines():
 		out = append(out, fmt.Sprintf("%d engines would do: %s keeps the promise for %s.", a.Fewest.engines(),
 			words(&a.Fewest.Variant), percent(a.Fewest.Kept)))

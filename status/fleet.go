@@ -98,10 +98,9 @@ func (f *Feed) report(q question) report {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	out.Minute, out.Seconds, out.Last = now.Since(&f.totals[0]), max(float64(len(f.totals)-1), 1), f.n
-	from, _ := slices.BinarySearchFunc(f.points, q.Since+1, func(p Point, n int64) int { return cmp.Compare(p.N, n) })
-	out.Points = slices.Clone(f.points[from:])
+	out.Points = after(f.points, q.Since)
 	if q.Hour != nil {
-		if out.Hour, out.LastStep = f.hour.after(*q.Hour), f.hour.last(); q.mine {
+		if out.Hour, out.LastStep = after(f.hour.steps, *q.Hour), f.hour.last(); q.mine {
 			out.Hours = f.hour.hours(*q.Hour)
 		}
 	}

@@ -1,6 +1,7 @@
 package status
 
 import (
+	"cmp"
 	"maps"
 	"slices"
 	"time"
@@ -100,25 +101,21 @@ func loadOf(e *kvstate.Endpoint) float64 {
 	return float64(requests)
 }
 
-// after returns the steps after a second.
-func (h *history) after(n int64) []Point {
-	i := len(h.steps)
-	for i > 0 && h.steps[i-1].N > n {
-		i--
-	}
-	return slices.Clone(h.steps[i:])
+// after returns the points after a second.
+func after(points []Point, n int64) []Point {
+	from, _ := slices.BinarySearchFunc(points, n+1, func(p Point, n int64) int { return cmp.Compare(p.N, n) })
+	return slices.Clone(points[from:])
 }
 
 // hours returns the endpoints' parts after a second.
 func (h *history) hours(n int64) []Hour {
 	out := make([]Hour, 0, len(h.of))
 	for at, all := range h.of {
-		i := len(all)
-		for i > 0 && int64(all[i-1][0]) > n {
-			i--
-		}
-		if i < len(all) {
-			out = append(out, Hour{at.pool, at.address, slices.Clone(all[i:])})
+		from, _ := slices.BinarySearchFunc(all, float64(n+1), func(step [3]float64, n float64) int {
+			return cmp.Compare(step[0], n)
+		})
+		if from < len(all) {
+			out = append(out, Hour{at.pool, at.address, slices.Clone(all[from:])})
 		}
 	}
 	return out

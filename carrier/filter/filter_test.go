@@ -361,7 +361,7 @@ func TestLostAnswersArePlannedAgain(t *testing.T) {
 	}
 	c.filter.hop.ticket.Expires = c.filter.hop.ticket.Expires.Add(-time.Minute) // it was sent a minute ago
 	e := f.state.Pool("chat").Endpoint(c.sent[0])
-	f.state.Health.MarkHung(e)
+	f.state.Health.Mark(e, true, kvstate.CauseTimeLimit, "")
 	go f.Run(ctx)
 	c.answer = engineAnswer{}
 	for c.status == 0 {

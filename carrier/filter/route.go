@@ -138,8 +138,8 @@ func (f *Filter) unsure() bool { return f.route != nil && !f.route.Strict }
 // notStrict is why a leg whose answer does not name its engine is not called on such a route.
 func notStrict() *openai.Error {
 	return openai.Unavailable("route_not_strict", "this request needs a call that reaches one engine and no other, "+
-		"and the cluster for calls of this route may choose another: give its rule a Backend of type DynamicResolver, "+
-		"and say strict: true (docs/howto/envoy-gateway-module.md)", 0)
+		"and the cluster for calls of this route may choose another: give its rule a Backend of type "+
+		"DynamicResolver, and say strict: true (docs/howto/envoy-gateway-module.md)", 0)
 }
 
 // kept reports whether Envoy still has the body that was sent on: for a retry policy it keeps it, and before its router
@@ -196,9 +196,8 @@ func (f *Filter) deniedBehind(o *Outcome) {
 
 // wrongOrder is what is wrong with such an order, and what mends it. Envoy's details name the filter.
 const wrongOrder = "a filter behind Tandem has refused a request (%d, %.100s) whose prompt had been computed: put " +
-	"Tandem " +
-	"behind what refuses requests (EnvoyProxy: filterOrder: [{name: envoy.filters.http.dynamic_modules, after: THAT " +
-	"FILTER}], docs/howto/envoy-gateway-module.md)"
+	"Tandem behind what refuses requests (EnvoyProxy: filterOrder: [{name: envoy.filters.http.dynamic_modules, " +
+	"after: THAT FILTER}], docs/howto/envoy-gateway-module.md)"
 
 // Problems are what is wrong with the route, as its requests have shown.
 func (r *Route) Problems() (out []string) {

@@ -109,8 +109,8 @@ func (c *Configured) refuse(err error) {
 	c.refused.Store(&why)
 	log := logTo(slog.LevelInfo)
 	if c.requests.Load() == nil {
-		log.Error("requests of a route are refused: its configuration is not "+
-			"valid", "replica", keyOf(&c.set), "err", why)
+		log.Error("requests of a route are refused: its configuration is not valid",
+			"replica", keyOf(&c.set), "err", why)
 		c.requests.Store(filter.Refused(openai.Unavailable("configuration_not_valid",
 			"the configuration of this route is not valid: "+why, 0)))
 	} else {

@@ -138,23 +138,35 @@ func (m *measuring) measure(ctx context.Context, progress io.Writer) (*profile.P
 	return p, nil
 }
 
-// tries is how often a time is measured. The least counts: nothing makes an engine faster than it is.
-const tries = 3
+// least measures a time three times. The least counts: nothing makes an engine faster than it is.
+func least(measure func() (time.Duration, error)) (best time.Duration, err error) {
+	for i := range 3 {
+		took, err := measure()
+		if err != nil {
+			return 0, err
+		}
+		if i == 0 || took < best {
+			best = took
+		}
+	}
+	return best, nil
+}
 
 // prompts measures prompts of some lengths.
 func (m *measuring) prompts(ctx context.Context, until time.Time, p *profile.Profile, progress io.Writer) error {
 	for n := 256; n <= m.longest && time.Now().Before(until); n *= 2 {
-		best := time.Duration(0)
-		for i := range tries {
+		best, err := least(func() (time.Duration, error) {
 			a, err := m.ask(ctx, unknown(n), 1)
-			switch {
-			case err != nil && len(p.Prefill) >= 2: // longer than its context
-				return nil
-			case err != nil:
-				return err
-			case i == 0 || a[0] < best:
-				best = a[0]
+			if err != nil {
+				return 0, err
 			}
+			return a[0], nil
+		})
+		switch {
+		case err != nil && len(p.Prefill) >= 2: // longer than its context
+			return nil
+		case err != nil:
+			return err
 		}
 		p.Prefill = append(p.Prefill, profile.Prefill{Tokens: n, Seconds: best.Seconds()})
 		fmt.Fprintf(progress, "a prompt of %d tokens: %.3f s\n", n, best.Seconds())
@@ -167,15 +179,9 @@ func (m *measuring) prompts(ctx context.Context, until time.Time, p *profile.Pro
 func (m *measuring) transfers(ctx context.Context, until time.Time, p *profile.Profile, progress io.Writer) error {
 	longest := p.Prefill[len(p.Prefill)-1].Tokens // what its context has room for
 	for n := 256; n <= longest && (time.Now().Before(until) || len(p.Transfers) < 2); n *= 4 {
-		best := time.Duration(0)
-		for i := range tries {
-			took, err := m.transfer(ctx, n)
-			if err != nil {
-				return err
-			}
-			if i == 0 || took < best {
-				best = took
-			}
+		best, err := least(func() (time.Duration, error) { return m.transfer(ctx, n) })
+		if err != nil {
+			return err
 		}
 		p.Transfers = append(p.Transfers, profile.Transfer{Tokens: n, Seconds: max(best.Seconds(), 1e-6)})
 		fmt.Fprintf(progress, "KV of %d tokens to %s: %.1f ms\n", n, m.decode.Addr, 1000*best.Seconds())

@@ -3,6 +3,7 @@
 package livemodule
 
 import (
+	"cmp"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -71,21 +72,20 @@ func Check(all Resources, namespace, name string) []string {
 	c := &check{all: all}
 	if c.policy = c.get("EnvoyExtensionPolicy", namespace, name); c.policy == nil {
 		c.add("%s is not there: apply what `tandem envoy --for envoy-gateway` prints, or name the policy (--name, "+
-			"--namespace)",
-			title("EnvoyExtensionPolicy", namespace, name))
+			"--namespace)", title("EnvoyExtensionPolicy", namespace, name))
 		return c.found
 	}
 	c.conditions(c.policy, "status", "ancestors")
 	if !c.config() {
 		return c.found
 	}
-	for _, target := range c.targets(c.policy) {
+	for _, target := range objects(c.policy, "spec", "targetRefs") {
 		if target["kind"] != "HTTPRoute" {
 			continue // of a Gateway: its routes are looked at through their own policies
 		}
 		if c.route = c.get("HTTPRoute", namespace, text(target, "name")); c.route == nil {
-			c.add("%s is not there, which the policy %s "+
-				"targets", title("HTTPRoute", namespace, text(target, "name")), name)
+			c.add("%s is not there, which the policy %s targets",
+				title("HTTPRoute", namespace, text(target, "name")), name)
 			continue
 		}
 		c.conditions(c.route, "status", "parents")
@@ -126,8 +126,8 @@ func (c *check) config() bool {
 		}
 	}
 	if c.module.Route == nil {
-		c.add("%s: config has no route: add route: {rule: 1, strict: true}, the rule that calls go "+
-			"to", c.policy.title())
+		c.add("%s: config has no route: add route: {rule: 1, strict: true}, the rule that calls go to",
+			c.policy.title())
 	}
 	return true
 }
@@ -147,8 +147,7 @@ func (c *check) rules() {
 		refs := objects(rule, "backendRefs")
 		if len(refs) != 1 {
 			c.add("%s has %d backendRefs: leave one, for of several Envoy Gateway makes weighted clusters, and a "+
-				"part of the "+
-				"requests fails where one has no endpoints", rulesName, len(refs))
+				"part of the requests fails where one has no endpoints", rulesName, len(refs))
 		}
 		if t := text(rule, "timeouts", "request"); t != "0s" && t != "0" {
 			c.add("%s has no timeouts: {request: 0s}: long answers are cut", rulesName)
@@ -170,14 +169,8 @@ func (c *check) rules() {
 
 // backend looks at what a rule leads to.
 func (c *check) backend(from string, ref map[string]any, calls bool) {
-	kind, name := text(ref, "kind"), text(ref, "name")
-	namespace := c.route.namespace()
-	if n := text(ref, "namespace"); n != "" {
-		namespace = n
-	}
-	if kind == "" {
-		kind = "Service"
-	}
+	kind, name := cmp.Or(text(ref, "kind"), "Service"), text(ref, "name")
+	namespace := cmp.Or(text(ref, "namespace"), c.route.namespace())
 	r := c.get(kind, namespace, name)
 	if r == nil {
 		c.add("%s leads to %s, which is not there", from, title(kind, namespace, name))
@@ -196,8 +189,7 @@ func (c *check) backend(from string, ref map[string]any, calls bool) {
 			"the policy", from, r.title())
 	case !calls && dynamic:
 		c.add("%s leads to %s, through which a client can have Envoy connect to any address: only the rule for "+
-			"calls, which no request matches, may",
-			from, r.title())
+			"calls, which no request matches, may", from, r.title())
 	}
 }
 
@@ -208,8 +200,7 @@ func (c *check) headless(service Resource) {
 			if first, rest, _ := strings.Cut(n.GetName(), "."); first == service.name() &&
 				(rest == "" || strings.HasPrefix(rest+".", service.namespace()+".")) {
 				c.add("%s is not headless, so %s is one address for all engines: set clusterIP: None (in a Service "+
-					"made anew)",
-					service.title(), n.GetName())
+					"made anew)", service.title(), n.GetName())
 			}
 		}
 	}
@@ -220,8 +211,7 @@ func (c *check) traffic() {
 	policy := c.policyFor("BackendTrafficPolicy")
 	if policy == nil {
 		c.add("%s has no BackendTrafficPolicy: add the printed one. Without a retry policy a request whose engine "+
-			"fails gets 503, "+
-			"and more than 1,024 at once are refused", c.route.title())
+			"fails gets 503, and more than 1,024 at once are refused", c.route.title())
 		return
 	}
 	c.conditions(policy, "status", "ancestors")
@@ -230,8 +220,8 @@ func (c *check) traffic() {
 	triggers, codes := list(spec, "retry", "retryOn", "triggers"), list(spec, "retry", "retryOn", "httpStatusCodes")
 	switch {
 	case at(spec, "retry") == nil:
-		c.add("%s has no retry policy, so Envoy keeps no body and a request whose engine fails gets 503: add "+
-			"%s", policy.title(), retry)
+		c.add("%s has no retry policy, so Envoy keeps no body and a request whose engine fails gets 503: add %s",
+			policy.title(), retry)
 	case !slices.Equal(triggers, []string{"retriable-status-codes"}) || !slices.Equal(codes, []string{"599"}):
 		c.add("%s retries on %s %s: Envoy repeats at any engine what Tandem plans again; say %s", policy.title(),
 			strings.Join(triggers, ","), strings.Join(codes, ","), retry)
@@ -240,13 +230,12 @@ func (c *check) traffic() {
 		c.add("%s has no circuitBreaker: more than 1,024 requests at once get 503; add the printed one", policy.title())
 	}
 	if at(spec, "timeout", "http", "streamIdleTimeout") == nil {
-		c.add("%s has no timeout.http.streamIdleTimeout: an answer that is silent for 5 minutes is cut; say "+
-			"1800s", policy.title())
+		c.add("%s has no timeout.http.streamIdleTimeout: an answer that is silent for 5 minutes is cut; say 1800s",
+			policy.title())
 	}
 	if at(spec, "healthCheck") != nil {
 		c.add("%s checks the health of engines: one that it ejects is unknown to the route, so a request for it is "+
-			"planned again; "+
-			"leave healthCheck to Tandem", policy.title())
+			"planned again; leave healthCheck to Tandem", policy.title())
 	}
 	if r := c.module.Route; r != nil && !r.Strict && at(spec, "loadBalancer", "endpointOverride") == nil {
 		c.add("%s has no loadBalancer.endpointOverride, and calls are not strict: P's leg goes to any engine; add "+
@@ -261,7 +250,7 @@ func (c *check) policyFor(kind string) (of Resource) {
 		if p.kind() != kind || p.namespace() != c.route.namespace() {
 			continue
 		}
-		for _, target := range c.targets(p) {
+		for _, target := range objects(p, "spec", "targetRefs") {
 			switch {
 			case target["kind"] == "HTTPRoute" && text(target, "name") == c.route.name():
 				return p
@@ -276,10 +265,7 @@ func (c *check) policyFor(kind string) (of Resource) {
 
 // gateway looks at a Gateway of the route, and at the EnvoyProxy that says how its Envoys run.
 func (c *check) gateway(parent map[string]any) {
-	namespace := c.route.namespace()
-	if n := text(parent, "namespace"); n != "" {
-		namespace = n
-	}
+	namespace := cmp.Or(text(parent, "namespace"), c.route.namespace())
 	gateway := c.get("Gateway", namespace, text(parent, "name"))
 	if gateway == nil {
 		c.add("%s is not there, which %s is for", title("Gateway", namespace, text(parent, "name")), c.route.title())
@@ -292,8 +278,8 @@ func (c *check) gateway(parent map[string]any) {
 		in = text(ref, "namespace")
 	}
 	if ref == nil {
-		c.add("%s has no EnvoyProxy, so its Envoy loads no module: name one in "+
-			"infrastructure.parametersRef", gateway.title())
+		c.add("%s has no EnvoyProxy, so its Envoy loads no module: name one in infrastructure.parametersRef",
+			gateway.title())
 		return
 	}
 	proxy := c.get("EnvoyProxy", in, text(ref, "name"))
@@ -314,14 +300,13 @@ func (c *check) proxy(proxy Resource) {
 	i := slices.IndexFunc(modules, func(m map[string]any) bool { return text(m, "name") == c.entry })
 	if i < 0 {
 		c.add("%s does not load the module %s that the policy names, so Envoy Gateway answers all requests of the "+
-			"route with 500: add it to "+
-			"dynamicModules", proxy.title(), c.entry)
+			"route with 500: add it to dynamicModules", proxy.title(), c.entry)
 		return
 	}
 	module := modules[i]
 	if keep, _ := module["doNotClose"].(bool); !keep {
-		c.add("%s: dynamicModules: %s has no doNotClose: true: Go's runtime cannot be unloaded, and Envoy would "+
-			"crash", proxy.title(), c.entry)
+		c.add("%s: dynamicModules: %s has no doNotClose: true: Go's runtime cannot be unloaded, and Envoy would crash",
+			proxy.title(), c.entry)
 	}
 	if text(module, "source", "type") == "Remote" {
 		c.add("%s loads the library by URL: while that fails requests pass unsplit; prefer an image that has it "+
@@ -333,8 +318,8 @@ func (c *check) proxy(proxy Resource) {
 			return text(o, "name") == "envoy.filters.http.dynamic_modules" && text(o, "after") == f
 		}) {
 			c.add("%s lets Tandem come before %s, so what that refuses has been prefilled, and answers of Tandem's "+
-				"own pass it "+
-				"by: add to filterOrder {name: envoy.filters.http.dynamic_modules, after: %s}", proxy.title(), f, f)
+				"own pass it by: add to filterOrder {name: envoy.filters.http.dynamic_modules, after: %s}",
+				proxy.title(), f, f)
 		}
 	}
 	if text(spec, "shutdown", "drainTimeout") == "" {
@@ -346,8 +331,8 @@ func (c *check) proxy(proxy Resource) {
 	}
 	library := text(module, "source", "local", "path")
 	if text(deployment, "container", "image") == "" && !mounts(deployment, library) {
-		c.add("%s has neither an image of Envoy with %s nor a volume there: Envoy Gateway's own image lacks "+
-			"it", proxy.title(), library)
+		c.add("%s has neither an image of Envoy with %s nor a volume there: Envoy Gateway's own image lacks it",
+			proxy.title(), library)
 	}
 	if file := c.module.File; file != "" && !mounts(deployment, file) {
 		c.add("%s mounts nothing at %s, which the policy names: mount the ConfigMap there", proxy.title(), file)
@@ -374,17 +359,11 @@ func (c *check) conditions(r Resource, where ...string) {
 	for _, one := range append(of, objects(r, where...)...) {
 		for _, condition := range objects(one, "conditions") {
 			if slices.Contains(wanted, text(condition, "type")) && text(condition, "status") == "False" {
-				c.add("%s: Envoy Gateway says %s: False (%s): "+
-					"%s", r.title(), text(condition, "type"), text(condition, "reason"),
-					text(condition, "message"))
+				c.add("%s: Envoy Gateway says %s: False (%s): %s",
+					r.title(), text(condition, "type"), text(condition, "reason"), text(condition, "message"))
 			}
 		}
 	}
-}
-
-// targets are what a policy is for.
-func (c *check) targets(policy Resource) []map[string]any {
-	return objects(policy, "spec", "targetRefs")
 }
 
 func (c *check) get(kind, namespace, name string) Resource {

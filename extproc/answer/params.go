@@ -12,7 +12,6 @@ var paramsKey = []byte(`"kv_transfer_params"`)
 // nil one leaves an answer as it is.
 type WithoutParams struct {
 	events openai.Events
-	by     openai.CutParams
 	out    []byte
 }
 
@@ -22,7 +21,7 @@ func (w *WithoutParams) Feed(piece []byte) ([]byte, error) {
 		return piece, nil
 	}
 	w.out = w.out[:0]
-	err := w.events.Feed(piece, func(event []byte) { w.out = w.by.Event(w.out, event) })
+	err := w.events.Feed(piece, func(event []byte) { w.out = openai.CutParams{}.Event(w.out, event) })
 	return w.out, err //nolint:wrapcheck // it says all
 }
 
@@ -34,7 +33,7 @@ func (w *WithoutParams) End() []byte {
 	w.out = w.out[:0]
 	w.events.End(func(event []byte) {
 		if bytes.Contains(event, paramsKey) {
-			w.out = w.by.Event(w.out, event)
+			w.out = openai.CutParams{}.Event(w.out, event)
 		} else {
 			w.out = append(w.out, event...)
 		}

@@ -117,10 +117,12 @@ func (c *cursor) text() bool {
 	return false
 }
 
+// ones and highs have the lowest and the highest bit of each byte of a word, to look at eight bytes at a time.
+const ones, highs = 0x0101010101010101, 0x8080808080808080
+
 // plain skips eight bytes at a time that are no quote, bracket or brace, nor a letter: lists of numbers, which are most
 // of P's answer to a long prompt. It leaves at least one byte.
 func (c *cursor) plain() {
-	const ones, highs = 0x0101010101010101, 0x8080808080808080
 	for c.i+8 < len(c.b) {
 		w := binary.LittleEndian.Uint64(c.b[c.i:])
 		// brackets, braces and letters have the bit 0x40; a quote is zero in the second word

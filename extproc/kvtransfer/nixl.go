@@ -379,7 +379,6 @@ func (c *cursor) element(nested bool) (int, error) {
 // their number. It stops before all that it is not sure of: ids of more than seven digits, the last bytes of the text.
 // A prompt of 100k tokens has thousands of ids, so each is read at once.
 func (c *cursor) moreBlockIDs() (n int) {
-	const ones, highs = 0x0101010101010101, 0x8080808080808080
 	b, i := c.b, c.i
 	for ; i+10 <= len(b) && b[i] == ','; n++ {
 		at := i + 1

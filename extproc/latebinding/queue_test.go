@@ -187,7 +187,7 @@ func TestNobodyWaitsForEndpointsThatAreOut(t *testing.T) {
 	}
 	for name, out := range map[string]func(*kvstate.State, *kvstate.Pool){
 		"failed": all(func(s *kvstate.State, e *kvstate.Endpoint) { s.Health.MarkFailed(e) }),
-		"hung":   all(func(s *kvstate.State, e *kvstate.Endpoint) { s.Health.MarkHung(e) }),
+		"hung":   all(func(s *kvstate.State, e *kvstate.Endpoint) { s.Health.Mark(e, true, kvstate.CauseTimeLimit, "") }),
 		"hung, as another replica says": all(func(s *kvstate.State, e *kvstate.Endpoint) {
 			s.Health.ApplyFailed(e, true, false)
 			s.Health.ApplyFailed(e, true, true)

@@ -210,6 +210,9 @@ func (e *event) parsed(p *parser) bool {
 	return p.hasText(e.reasoning) || !p.isNull(e.tools) && string(p.text(e.tools)) != "[]"
 }
 
+// number reads a number, given by its place.
+func (p *parser) number(s span) (int64, error) { return strconv.ParseInt(string(p.text(s)), 10, 64) }
+
 // characters counts the code points of a valid JSON string, given with its quotes, as Python counts them.
 func characters(quoted []byte) (n int) {
 	for i := 1; i < len(quoted)-1; n++ {

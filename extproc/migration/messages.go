@@ -2,7 +2,6 @@ package migration
 
 import (
 	"bytes"
-	"strconv"
 
 	"tandem/extproc/openai"
 )
@@ -35,7 +34,7 @@ func (p *parser) message() (m message, ok bool) {
 		case "type":
 			m.typ = p.word()
 		case "index":
-			n, err := strconv.ParseInt(string(p.text(p.value())), 10, 64)
+			n, err := p.number(p.value())
 			if m.index = n; err != nil {
 				m.unknown = true
 			}
@@ -199,15 +198,8 @@ func (s *Stream) takeBlock(out *edits, part *part, p *parser, m *message) (fresh
 	case !p.isString(m.text):
 		return false, Format
 	}
-	text := p.inside(m.text)
-	has, same := s.repeat.take(part, text)
-	if !same {
-		return false, Different
-	}
-	if has > 0 {
-		out.add(edit{span: span{m.text.from + 1, m.text.from + 1 + has}})
-	}
-	return has < len(text) || len(text) == 0 && !s.joined, ""
+	fresh, reason = s.repeat.takeOut(out, part, p, m.text)
+	return fresh || !p.hasText(m.text) && !s.joined, reason
 }
 
 // ends says which events a client has of a part, besides its text: a bit each.

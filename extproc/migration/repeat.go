@@ -93,6 +93,20 @@ func (r *repeat) take(p *part, text []byte) (has int, same bool) {
 	return has, true
 }
 
+// takeOut takes the next text of a part, a string of an event, and plans to take out what the client has of it. fresh:
+// it lacks some of it.
+func (r *repeat) takeOut(out *edits, part *part, p *parser, at span) (fresh bool, reason Reason) {
+	text := p.inside(at)
+	has, same := r.take(part, text)
+	if !same {
+		return false, Different
+	}
+	if has > 0 {
+		out.add(edit{span: span{at.from + 1, at.from + 1 + has}})
+	}
+	return has < len(text), ""
+}
+
 // again makes the stream ready for an engine that writes the answer from its beginning.
 func (s *Stream) again() Reason {
 	switch {
@@ -199,14 +213,11 @@ func (s *Stream) takeParts(out *edits, p *parser, e *event) (fresh bool, reason 
 		if part == nil {
 			return false, Format
 		}
-		has, same := s.repeat.take(part, p.inside(x.span))
-		if !same {
-			return false, Different
+		more, other := s.repeat.takeOut(out, part, p, x.span)
+		if other != "" {
+			return false, other
 		}
-		if has > 0 {
-			out.add(edit{span: span{x.span.from + 1, x.span.from + 1 + has}})
-		}
-		fresh = fresh || has < x.span.to-x.span.from-2
+		fresh = fresh || more
 	}
 	if p.isNull(e.tools) {
 		return fresh, ""
@@ -297,7 +308,7 @@ func (p *parser) call() (c toolCall) {
 	for more := p.open('{'); more; more = p.more('}') {
 		switch string(p.key()) {
 		case "index":
-			n, err := strconv.ParseInt(string(p.text(p.value())), 10, 64)
+			n, err := p.number(p.value())
 			if c.index = n; err != nil {
 				c.unknown = true
 			}

@@ -164,7 +164,7 @@ func (s *Stream) countUsage(out *edits, p *parser) {
 	for more := p.open('{'); more; more = p.more('}') {
 		key := string(p.key())
 		v := p.value()
-		n, err := strconv.ParseInt(string(p.text(v)), 10, 64)
+		n, err := p.number(v)
 		switch {
 		case key == "prompt_tokens_details" && !p.bad && p.b[v.from] == '{':
 			q := parser{b: p.b[:v.to], i: v.from}

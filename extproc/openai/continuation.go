@@ -207,16 +207,19 @@ func (c *Continuation) appendUsage(dst, usage []byte) []byte {
 	})
 }
 
-// appendMembers appends an object whose members have the values that change returns.
+// appendMembers appends an object whose members have the values that change returns; nil: the member goes.
 func appendMembers(dst, object []byte, change func(key string, value []byte) []byte) []byte {
 	dst = append(dst, '{')
 	first := true
 	for key, value := range pairs(object) {
+		if value = change(string(key), value); value == nil {
+			continue
+		}
 		if !first {
 			dst = append(dst, ',')
 		}
 		first = false
-		dst = append(append(AppendQuoted(dst, key), ':'), change(string(key), value)...)
+		dst = append(append(AppendQuoted(dst, key), ':'), value...)
 	}
 	return append(dst, '}')
 }

@@ -45,23 +45,15 @@ func withoutParams(dst, object []byte, event bool) []byte {
 	if len(object) == 0 || object[0] != '{' {
 		return append(dst, object...)
 	}
-	dst = append(dst, '{')
-	first := true
-	for key, value := range pairs(object) {
-		switch string(key) {
-		case "kv_transfer_params":
-			if event {
-				continue
-			}
-			value = null
-		case "response":
-			value = withoutParams(nil, value, false)
+	return appendMembers(dst, object, func(key string, value []byte) []byte {
+		switch {
+		case key == "response":
+			return withoutParams(nil, value, false)
+		case key != "kv_transfer_params":
+			return value
+		case event:
+			return nil
 		}
-		if !first {
-			dst = append(dst, ',')
-		}
-		first = false
-		dst = append(append(AppendQuoted(dst, key), ':'), value...)
-	}
-	return append(dst, '}')
+		return null
+	})
 }

@@ -29,7 +29,7 @@ func TestWhatIsInASnapshot(t *testing.T) {
 	a.state.Sessions.ApplyAffinity(a.pool, 71, a.e(0), a.e(2))
 	a.state.Sessions.ApplyAffinity(a.pool, 72, nil, a.e(1))
 	a.state.Sessions.ApplyAffinity(a.pool, 73, a.e(1), nil)
-	a.state.Health.MarkHung(a.e(1))
+	a.state.Health.Mark(a.e(1), true, kvstate.CauseTimeLimit, "")
 	ctx := context.Background()
 	require.ErrorIs(t, a.p.snapshots.write(ctx, snapshotWish{}), errNotJoined, "it knows less than what is there")
 	eventually(t, "it joins", func() bool { return a.p.joinOnce(ctx) == nil })

@@ -129,7 +129,7 @@ func TestFailuresAreShared(t *testing.T) {
 	a.state.Health.MarkFailed(a.e(1))
 	eventually(t, "the failure is known", func() bool { return b.e(1).Failed() })
 	require.False(t, kvstate.Hung(b.e(1)))
-	a.state.Health.MarkHung(a.e(1))
+	a.state.Health.Mark(a.e(1), true, kvstate.CauseTimeLimit, "")
 	eventually(t, "that it hangs is known", func() bool { return kvstate.Hung(b.e(1)) })
 	// Again and again, as probes do: what b hears of a's complete state may be older than its own word.
 	eventually(t, "the return is known", func() bool { b.state.Health.MarkGood(b.e(1)); return !a.e(1).Failed() })

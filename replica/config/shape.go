@@ -238,8 +238,7 @@ var goneFields = map[string]string{
 	"registration": "with kvTransfer p2p-nccl: remove it",
 	"kvPort":       "with kvTransfer p2p-nccl: remove it",
 	"bidirectional": "since decode appends a conversation's next turn (docs/adr/0103): remove it, and set " +
-		"declineExpired " +
-		"if the engines run with bidirectional_kv_xfer",
+		"declineExpired if the engines run with bidirectional_kv_xfer",
 	"turnTtl": "with nixl.bidirectional: remove it",
 }
 

@@ -27,12 +27,12 @@ func TestHealthChangesAreToldOnce(t *testing.T) {
 	e := s.Pool("chat").Endpoint("10.0.0.1:80")
 	for range 3 {
 		s.Health.MarkFailed(e)
-		s.Health.MarkHung(e)
+		s.Health.Mark(e, true, kvstate.CauseTimeLimit, "")
 		s.Health.ApplyFailed(e, true, false)
 	}
 	s.Health.MarkGood(e)
 	s.Health.MarkGood(e)
-	s.Health.MarkHung(e)
+	s.Health.Mark(e, true, kvstate.CauseTimeLimit, "")
 	s.Health.ApplyFailed(e, false, false)
 	s.Health.Mark(e, false, kvstate.CauseCheck, "GET /health: status 500")
 	require.Equal(t, []string{

@@ -107,9 +107,12 @@ func writePool(b *strings.Builder, name string, models []string, engines []Engin
 	return nil
 }
 
+// unnamed is what stands in no name of a pool.
+var unnamed = regexp.MustCompile(`[^a-z0-9]+`)
+
 // poolName makes the name of a pool of a model's: Qwen/Qwen3-8B: qwen3-8b.
 func poolName(model string) string {
-	name := strings.Trim(regexp.MustCompile(`[^a-z0-9]+`).ReplaceAllString(strings.ToLower(path.Base(model)), "-"), "-")
+	name := strings.Trim(unnamed.ReplaceAllString(strings.ToLower(path.Base(model)), "-"), "-")
 	return cmp.Or(name[:min(len(name), 40)], "pool")
 }
 
@@ -193,7 +196,9 @@ func Models(engines []Engine) (models []string) {
 		return nil
 	}
 	for _, g := range groups {
-		models = append(models, common(g)[:min(len(common(g)), 1)]...)
+		if of := common(g); len(of) > 0 {
+			models = append(models, of[0])
+		}
 	}
 	return models
 }
