@@ -205,6 +205,10 @@ func agentAsks(api, id string, tokens int, calls bool) (path, body string) {
 	if calls {
 		more += `,"tool_choice":"required"`
 	}
+	if api == "responses" {
+		more = strings.NewReplacer("max_tokens", "max_output_tokens", "messages", "input").Replace(more)
+		return "/v1/responses", fmt.Sprintf(`{%s,"tools":[{"type":"function","name":"write","parameters":%s}]}`, more, schema)
+	}
 	return "/v1/chat/completions", fmt.Sprintf(
 		`{%s,"stream_options":{"include_usage":true},"tools":[{"type":"function","function":{"name":"write","parameters":%s}}]}`, more, schema)
 }
@@ -213,7 +217,7 @@ func agentAsks(api, id string, tokens int, calls bool) (path, body string) {
 type agentRead struct {
 	read
 	call, args, reasoning string
-	ids                   map[string]bool // of the call
+	ids                   map[string]bool // of the call, and of responses those of all items
 }
 
 func (r *agentRead) add(data string) {
@@ -249,6 +253,10 @@ func (r *agentRead) add(data string) {
 			}
 		}
 	}
+	if strings.HasPrefix(e.Type, "response.") {
+		r.addOutput(data)
+		return
+	}
 	switch e.Type {
 	case "":
 		r.read.add(data)
@@ -267,6 +275,59 @@ func (r *agentRead) add(data string) {
 		r.done++
 	case "error":
 		r.err = errors.New(data)
+	}
+}
+
+// addOutput reads an event of /v1/responses.
+func (r *agentRead) addOutput(data string) {
+	type item struct {
+		Type, ID, Name string
+		CallID         string `json:"call_id"`
+	}
+	var e struct {
+		Type           string
+		SequenceNumber int    `json:"sequence_number"`
+		ItemID         string `json:"item_id"`
+		Delta          string
+		Item           item
+		Response       struct {
+			ID, Status string
+			Output     []item
+			Usage      *struct {
+				Output int `json:"output_tokens"`
+			}
+		}
+	}
+	if err := json.Unmarshal([]byte(data), &e); err != nil {
+		r.err = err
+		return
+	}
+	if e.SequenceNumber != r.events {
+		r.err = fmt.Errorf("event %d has the number %d", r.events, e.SequenceNumber)
+	}
+	r.events++
+	for _, id := range []string{e.ItemID, e.Item.ID, e.Item.CallID} {
+		r.ids[id] = true
+	}
+	switch e.Type {
+	case "response.created":
+		r.roles++
+		r.names[e.Response.ID] = true
+	case "response.output_item.added":
+		r.call += e.Item.Type + e.Item.Name
+	case "response.output_text.delta":
+		r.text += e.Delta
+	case "response.reasoning_text.delta":
+		r.reasoning += e.Delta
+	case "response.function_call_arguments.delta":
+		r.args += e.Delta
+	case "response.completed":
+		r.names[e.Response.ID] = true
+		for _, item := range e.Response.Output {
+			r.ids[item.ID], r.ids[item.CallID] = true, true
+		}
+		r.finish, r.usage = e.Response.Status, fmt.Sprint(e.Response.Usage.Output)
+		r.done++
 	}
 }
 
@@ -309,7 +370,7 @@ func TestInsideAgentsOutliveD(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			o.engineArgs = []string{"--decode-step", "2ms", "--reasoning"}
 			f := insuredFleet(t, o)
-			for _, api := range []string{"chat", "messages"} {
+			for _, api := range []string{"chat", "messages", "responses"} {
 				for _, calls := range []bool{true, false} {
 					for at := 0; at < 60; at += 1 + at/4 {
 						id := fmt.Sprintf("%s-%v-%d", api, calls, at)

@@ -37,7 +37,7 @@ func loadBody(api string, i int, stream bool) (path, body string) {
 // complete reports whether a stream has its last event, and no error.
 func complete(stream string) bool {
 	return !strings.Contains(stream, "error") &&
-		(strings.HasSuffix(stream, "data: [DONE]\n\n") || strings.Contains(stream, "response.incomplete") || strings.Contains(stream, "message_stop"))
+		(strings.HasSuffix(stream, "data: [DONE]\n\n") || strings.Contains(stream, "response.completed") || strings.Contains(stream, "message_stop"))
 }
 
 // Streams whose KV load failed are lost, since the status has been sent by then. Each pair loses one, and is avoided

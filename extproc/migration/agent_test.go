@@ -202,6 +202,96 @@ func (a agent) messages(seed uint64, _ bool) []byte {
 	return out
 }
 
+// responses answers as /v1/responses.
+func (a agent) responses(seed uint64, _ bool) []byte {
+	all, finish := script(seed)
+	var out []byte
+	number := 0
+	write := func(name, members string) {
+		out = fmt.Appendf(out, "event: %s\ndata: {%s\"sequence_number\":%d,\"type\":%q}\n\n", name, members, number, name)
+		number++
+	}
+	response := func(status, items, usage string) string {
+		return fmt.Sprintf(`"response":{"id":"resp_%s","created_at":%d,"output":[%s],"tools":[],"status":%q,"usage":%s},`, a.id, a.chunk, items, status, usage)
+	}
+	write("response.created", response("in_progress", "", "null"))
+	write("response.in_progress", response("in_progress", "", "null"))
+	var items []string
+	open, name, text := kind(255), "", ""
+	item := func(content, status string) string {
+		id := fmt.Sprintf("%s_%d", a.id, len(items))
+		switch open {
+		case reasoning:
+			return fmt.Sprintf(`{"id":"rs_%s","summary":[],"type":"reasoning","content":%s,"status":%q}`, id, content, status)
+		case call:
+			return fmt.Sprintf(`{"arguments":%s,"call_id":"call_%s","name":%q,"type":"function_call","id":"fc_%s","status":%q}`, content, id, name, id, status)
+		}
+		return fmt.Sprintf(`{"id":"msg_%s","content":%s,"role":"assistant","status":%q,"type":"message"}`, id, content, status)
+	}
+	at := func(part bool) string {
+		where := fmt.Sprintf(`"item_id":"%s_%s_%d","output_index":%d,`, map[kind]string{reasoning: "rs", content: "msg", call: "fc"}[open], a.id, len(items), len(items))
+		if part {
+			where += `"content_index":0,`
+		}
+		return where
+	}
+	of := func() string { return map[kind]string{reasoning: "reasoning_text", content: "output_text"}[open] }
+	part := func(text string) string {
+		quoted, _ := json.Marshal(text)
+		return fmt.Sprintf(`{"text":%s,"type":%q}`, quoted, of())
+	}
+	stop := func() {
+		quoted, _ := json.Marshal(text)
+		whole := string(quoted)
+		switch open {
+		case 255:
+			return
+		case call:
+			write("response.function_call_arguments.done", fmt.Sprintf(`%s"arguments":%s,"name":%q,`, at(false), quoted, name))
+		default:
+			write("response."+of()+".done", fmt.Sprintf(`%s"text":%s,`, at(true), quoted))
+			write("response.content_part.done", fmt.Sprintf(`%s"part":%s,`, at(true), part(text)))
+			whole = "[" + part(text) + "]"
+		}
+		done := item(whole, "completed")
+		write("response.output_item.done", fmt.Sprintf(`"item":%s,"output_index":%d,`, done, len(items)))
+		items = append(items, done)
+	}
+	for _, event := range a.deltas(all) {
+		for _, s := range event {
+			if open != s.kind || s.name != "" {
+				stop()
+				open, name, text = s.kind, s.name, ""
+				empty := "[]"
+				if open == call {
+					empty = `""`
+				}
+				write("response.output_item.added", fmt.Sprintf(`"item":%s,"output_index":%d,`, item(empty, "in_progress"), len(items)))
+				if open != call {
+					write("response.content_part.added", fmt.Sprintf(`%s"part":%s,`, at(true), part("")))
+				}
+			}
+			if s.text == "" {
+				continue
+			}
+			text += s.text
+			quoted, _ := json.Marshal(s.text)
+			name := "response.function_call_arguments.delta"
+			if open != call {
+				name = "response." + of() + ".delta"
+			}
+			write(name, fmt.Sprintf(`%s"delta":%s,`, at(open != call), quoted))
+		}
+	}
+	stop()
+	status := "completed"
+	if finish == "length" {
+		status = "incomplete"
+	}
+	write("response.completed", response(status, strings.Join(items, ","), `{"input_tokens":2,"output_tokens":9}`))
+	return out
+}
+
 // agentAnswer is what a client makes of a stream.
 type agentAnswer struct {
 	parts  []said // in the order in which they began
@@ -213,6 +303,41 @@ type agentAnswer struct {
 	done   int
 	signed int
 	stops  int
+	whole  []string // what the ends of responses say of their items
+	ids    []agentItem
+	events int
+}
+
+// agentItem is an item of a response.
+type agentItem struct {
+	Type, ID, Name, Arguments string
+	CallID                    string `json:"call_id"`
+	Content                   []struct{ Text string }
+}
+
+func (i agentItem) text() string {
+	text := i.Arguments
+	for _, c := range i.Content {
+		text += c.Text
+	}
+	return text
+}
+
+// agentDelta is what an event adds: an object, or of responses a string.
+type agentDelta struct {
+	Type, Text, Thinking, Signature string
+	Partial                         string `json:"partial_json"`
+	Reason                          string `json:"stop_reason"`
+
+	added string
+}
+
+func (d *agentDelta) UnmarshalJSON(b []byte) error {
+	if b[0] == '"' {
+		return json.Unmarshal(b, &d.added)
+	}
+	type plain agentDelta
+	return json.Unmarshal(b, (*plain)(d))
 }
 
 func readAgent(t testing.TB, stream []byte) agentAnswer {
@@ -245,13 +370,22 @@ func readAgent(t testing.TB, stream []byte) agentAnswer {
 			Created int
 			Index   int
 			Usage   any
+			Number  *int    `json:"sequence_number"`
+			Output  int     `json:"output_index"`
+			ItemID  *string `json:"item_id"`
+			Text    string
+			Args    string `json:"arguments"`
+			Item    agentItem
+			Answer  struct {
+				ID      string
+				Created int `json:"created_at"`
+				Status  string
+				Output  []agentItem
+				Usage   any
+			} `json:"response"`
 			Message struct{ ID string }
 			Block   struct{ Type, ID, Name string } `json:"content_block"`
-			Delta   struct {
-				Type, Text, Thinking, Signature string
-				Partial                         string `json:"partial_json"`
-				Reason                          string `json:"stop_reason"`
-			}
+			Delta   agentDelta
 			Choices []struct {
 				IDs   []int `json:"token_ids"`
 				Delta struct {
@@ -288,7 +422,44 @@ func readAgent(t testing.TB, stream []byte) agentAnswer {
 				a.finish = append(a.finish, c.Finish)
 			}
 		}
+		if e.Number != nil {
+			require.Equal(t, a.events, *e.Number, "events are numbered")
+			a.events++
+		}
+		if e.ItemID != nil {
+			require.Equal(t, a.ids[len(a.ids)-1].ID, *e.ItemID)
+		}
 		switch e.Type {
+		case "response.created", "response.in_progress":
+			a.roles++
+			a.names[fmt.Sprint(e.Answer.ID, e.Answer.Created)] = true
+		case "response.output_item.added":
+			require.Equal(t, a.stops, e.Output, "behind the end of the item before")
+			kind := map[string]kind{"message": content, "reasoning": reasoning, "function_call": call}[e.Item.Type]
+			a.calls[e.Output], a.ids = e.Item.CallID, append(a.ids, e.Item)
+			add(fmt.Sprint(e.Output), said{kind, e.Item.Name, ""})
+		case "response.content_part.added", "response.content_part.done":
+			a.signed++
+		case "response.output_text.delta", "response.reasoning_text.delta", "response.function_call_arguments.delta":
+			require.Equal(t, a.stops, e.Output)
+			add(fmt.Sprint(e.Output), said{0, "", e.Delta.added})
+		case "response.output_text.done", "response.reasoning_text.done", "response.function_call_arguments.done":
+			a.whole = append(a.whole, e.Text+e.Args)
+		case "response.output_item.done":
+			require.Equal(t, a.stops, e.Output)
+			require.Equal(t, []string{a.ids[a.stops].ID, a.ids[a.stops].CallID}, []string{e.Item.ID, e.Item.CallID})
+			a.whole = append(a.whole, e.Item.text())
+			a.stops++
+		case "response.completed":
+			a.names[fmt.Sprint(e.Answer.ID, e.Answer.Created)] = true
+			require.Len(t, e.Answer.Output, a.stops)
+			for i, item := range e.Answer.Output {
+				require.Equal(t, []string{a.ids[i].ID, a.ids[i].CallID}, []string{item.ID, item.CallID})
+				a.whole = append(a.whole, item.text())
+			}
+			require.NotNil(t, e.Answer.Usage)
+			a.finish = append(a.finish, e.Answer.Status)
+			a.done++
 		case "message_start":
 			a.roles++
 			a.names[e.Message.ID] = true
@@ -333,20 +504,22 @@ func requireSameAgent(t testing.TB, want, got agentAnswer, msg ...any) {
 			require.True(t, json.Valid([]byte(p.text)), p.text)
 		}
 	}
-	want.names, got.names, want.calls, got.calls = nil, nil, nil, nil
+	want.names, got.names, want.calls, got.calls, want.ids, got.ids = nil, nil, nil, nil, nil, nil
+	want.events, got.events = 0, 0 // how many there are is the engine's
 	require.Equal(t, want, got, msg...)
 }
 
-// agentRequests are the two APIs, and how an agent answers each. plain has nothing that says what the parsers will find.
+// agentRequests are the APIs, and how an agent answers each. plain has nothing that says what the parsers will find.
 var agentRequests = map[string]struct {
 	api    openai.API
 	body   string
 	answer func(a agent, seed uint64, usage bool) []byte
 }{
-	"chat":     {openai.Chat, `{"messages":[],"tools":[{"type":"function"}],"temperature":0,"stream":true,"stream_options":{"include_usage":true}}`, agent.chat},
-	"seeded":   {openai.Chat, `{"messages":[],"tools":[{"type":"function"}],"temperature":1,"seed":5,"stream":true,"stream_options":{"include_usage":true}}`, agent.chat},
-	"plain":    {openai.Chat, `{"messages":[],"temperature":0,"stream":true,"stream_options":{"include_usage":true}}`, agent.chat},
-	"messages": {openai.Messages, `{"messages":[],"tools":[{"name":"x"}],"temperature":0,"stream":true,"max_tokens":99}`, agent.messages},
+	"chat":      {openai.Chat, `{"messages":[],"tools":[{"type":"function"}],"temperature":0,"stream":true,"stream_options":{"include_usage":true}}`, agent.chat},
+	"seeded":    {openai.Chat, `{"messages":[],"tools":[{"type":"function"}],"temperature":1,"seed":5,"stream":true,"stream_options":{"include_usage":true}}`, agent.chat},
+	"plain":     {openai.Chat, `{"messages":[],"temperature":0,"stream":true,"stream_options":{"include_usage":true}}`, agent.chat},
+	"messages":  {openai.Messages, `{"messages":[],"tools":[{"name":"x"}],"temperature":0,"stream":true,"max_tokens":99}`, agent.messages},
+	"responses": {openai.Responses, `{"input":[],"tools":[{"type":"function","name":"x"}],"temperature":0,"stream":true,"store":false}`, agent.responses},
 }
 
 // An answer with reasoning and tool calls whose engine dies at any place is what one engine would have answered: cut

@@ -26,7 +26,8 @@
 // what the client has is compared with what that engine writes, and taken out ([ADR 112]).
 //
 // The files: refusal.go (which requests), event.go (an event's members), stream.go (what passes), resume.go (the next
-// request, and the joined stream), repeat.go and messages.go (answers that are repeated).
+// request, and the joined stream), repeat.go, messages.go and responses.go (answers that are
+// repeated).
 //
 // [ADR 112]: ../../docs/adr/0112-agents-answers-are-repeated.md
 package migration

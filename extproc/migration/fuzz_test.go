@@ -107,6 +107,7 @@ func FuzzRepeat(f *testing.F) {
 	for seed := range uint64(3) {
 		f.Add(agent{"a", seed, false}.chat(seed, true), uint16(7), uint16(seed))
 		f.Add(agent{"a", seed, false}.messages(seed, true), uint16(3), uint16(99*seed))
+		f.Add(agent{"a", seed, false}.responses(seed, true), uint16(3), uint16(99*seed))
 	}
 	f.Fuzz(func(t *testing.T, stream []byte, a, b uint16) {
 		for _, x := range agentRequests {

@@ -100,18 +100,8 @@ func (s *Stream) passMessage(dst, raw []byte, data span) []byte {
 	case !m.unknown:
 		fresh, reason = s.takeMessage(&out, &p, &m)
 	}
-	switch {
-	case reason != "" && s.joined, reason == Failed && s.reason == "":
-		s.breakOff(reason, raw)
-		return dst
-	case reason != "" && !valid:
-		return s.unread(dst, raw, reason)
-	case reason != "":
-		s.give(reason)
-	case s.bytes() > s.of.maxBytes:
-		s.give(TooLong)
-	}
-	if s.hushed = false; s.joined && !fresh {
+	dst, passes := s.settle(dst, raw, valid, reason)
+	if !passes || s.joined && !fresh {
 		return dst
 	}
 	s.seen.event = true
@@ -119,6 +109,24 @@ func (s *Stream) passMessage(dst, raw []byte, data span) []byte {
 		return openai.CachedTokens{N: s.Cached, Written: -1}.Event(dst, bytes.TrimRight(raw, "\r\n"))
 	}
 	return out.apply(dst, raw)
+}
+
+// settle deals with the reason for which an event of messages or of responses cannot be followed, if it has one: a joined
+// answer, or one whose engine has failed, is broken off; any other one is given up, and passes.
+func (s *Stream) settle(dst, raw []byte, valid bool, reason Reason) (_ []byte, passes bool) {
+	switch {
+	case reason != "" && s.joined, reason == Failed && s.reason == "":
+		s.breakOff(reason, raw)
+		return dst, false
+	case reason != "" && !valid:
+		return s.unread(dst, raw, reason), false
+	case reason != "":
+		s.give(reason)
+	case s.bytes() > s.of.maxBytes:
+		s.give(TooLong)
+	}
+	s.hushed = false
+	return dst, true
 }
 
 // takeMessage takes what an event adds to the answer, and plans to take out what the client has. fresh: it lacks some

@@ -71,7 +71,7 @@ const (
 // Refusal returns the reason why the answer to a request could not be continued, "" if it may be.
 func Refusal(r *openai.Request, policy Policy) Reason {
 	switch r.API() {
-	case openai.Chat, openai.Completions, openai.Messages:
+	case openai.Chat, openai.Completions, openai.Messages, openai.Responses:
 	default:
 		return "api"
 	}
@@ -122,8 +122,11 @@ func byIDs(r *openai.Request, policy Policy) Reason {
 // not tried; "" if it would.
 func repeatable(r *openai.Request, policy Policy) Reason {
 	messages := r.API() == openai.Messages
-	if messages && hasMedia(r.Raw(openai.FieldMessages)) {
+	switch {
+	case messages && hasMedia(r.Raw(openai.FieldMessages)), r.API() == openai.Responses && hasMedia(r.Raw(openai.FieldInput)):
 		return "media"
+	case r.API() == openai.Responses && bytes.Contains(openai.Value(r, "include"), []byte(`.logprobs"`)):
+		return "logprobs"
 	}
 	for reason := range openai.Obstacles(r) {
 		switch reason {
@@ -137,10 +140,16 @@ func repeatable(r *openai.Request, policy Policy) Reason {
 	return ""
 }
 
-// hasMedia reports whether messages of Anthropic's API have a block that is no text. Inside of a text the quotes are
-// escaped.
-func hasMedia(messages []byte) bool {
-	return bytes.Contains(messages, []byte(`"image"`)) || bytes.Contains(messages, []byte(`"document"`))
+// hasMedia reports whether a prompt of Anthropic's API or of responses has a part that is no text. Inside of a text the
+// quotes are escaped.
+func hasMedia(prompt []byte) bool {
+	for _, kind := range [...]string{`"image"`, `"document"`, `"input_image"`, `"input_file"`, `"input_audio"`,
+		`"computer_screenshot"`} {
+		if bytes.Contains(prompt, []byte(kind)) {
+			return true
+		}
+	}
+	return false
 }
 
 // seeded reports whether the request names the seed of its answer. Messages cannot.

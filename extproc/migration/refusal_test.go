@@ -25,7 +25,15 @@ func TestRefusal(t *testing.T) {
 		{chat, `"return_token_ids":true,"response_format":{"type":"text"},"tools":null`, false, ""},
 		{completions, `"max_tokens":9`, false, ""},
 
-		{openai.Responses, `"input":"a"`, false, "api"},
+		{openai.Responses, `"input":"a"`, false, "sampled"},
+		{openai.Responses, `"input":"a","temperature":0`, false, ""},
+		{openai.Responses, `"input":"a","seed":3`, false, ""},
+		{openai.Responses, `"input":"a","temperature":0,"tools":[{"type":"function"}]`, false, ""},
+		{openai.Responses, `"input":"a","temperature":0,"tools":[{"type":"web_search"}]`, false, "engine_tools"},
+		{openai.Responses, `"input":"a","temperature":0,"store":true`, false, "stored_response"},
+		{openai.Responses, `"input":"a","temperature":0,"include":["message.output_text.logprobs"]`, false, "logprobs"},
+		{openai.Responses, `"input":"a","temperature":0,"include":["reasoning.encrypted_content"]`, false, ""},
+		{openai.Responses, `"input":[{"role":"user","content":[{"type": "input_image"}]}],"temperature":0`, true, "media"},
 		{openai.Generate, ``, false, "api"},
 		{chat, `"stream":false`, false, "not_streamed"},
 		{chat, `"max_tokens":1`, false, "limit"},
@@ -83,7 +91,7 @@ func TestRefusal(t *testing.T) {
 		}
 		r := scan(t, test.api, "{"+strings.Join(members, ",")+"}")
 		require.Equal(t, test.wantRefusal, Refusal(r, Policy{Inexact: test.inexact}), "%v %s", test.api, test.members)
-		if test.wantRefusal == Sampled && test.api != openai.Messages {
+		if test.wantRefusal == Sampled && test.api != openai.Messages { // whose requests have no seed
 			require.Empty(t, Refusal(r, Policy{Seeds: true}), "%v %s", test.api, test.members)
 		}
 	}

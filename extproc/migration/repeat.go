@@ -18,6 +18,10 @@ type repeat struct {
 	// finish is the finish reason that the client has.
 	finish []byte
 	size   int // of what is kept, in bytes
+	// ids are what the present engine calls by other ids than the client, and events is how many events the client has:
+	// both of responses, whose events have them.
+	ids    []sameID
+	events int64
 	// scratch has the tool calls of an event that are written anew.
 	scratch []byte
 }
@@ -29,7 +33,7 @@ const (
 	content kind = iota
 	reasoning
 	call  // a tool call, by its index
-	block // of messages, by its index
+	block // of messages, or an item of responses, by its index
 )
 
 // part is a part of an answer that grows by itself: the content, the reasoning, a tool call or a block.
@@ -37,6 +41,8 @@ type part struct {
 	kind  kind
 	index int64
 	name  []byte // of a call's function, or what a block or an item is
+	id    []byte // of an item, and of its call: JSON strings
+	call  []byte
 	text  []byte // that the client has: JSON strings without their quotes
 	ends  ends
 	at    int  // bytes of text that the present engine has written
@@ -123,7 +129,7 @@ func (s *Stream) again() Reason {
 		p := &r.parts[i]
 		p.text, p.at, p.begun = slices.Clip(p.text), 0, false // a copy of the stream may go on with the other ones
 	}
-	s.in, s.broken, s.rest, r.scratch = splitter{}, "", nil, nil
+	s.in, s.broken, s.rest, r.scratch, r.ids = splitter{}, "", nil, nil, nil
 	s.joined, s.proven, s.hushed = s.seen.event, true, s.seen.comment
 	return ""
 }

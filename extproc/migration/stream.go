@@ -40,7 +40,7 @@ type Stream struct {
 // terms are what the request demands of its answer.
 type terms struct {
 	chat, showIDs, usage, greedy bool
-	messages                     bool  // Anthropic's API
+	messages, responses          bool  // these APIs, whose events have names
 	repeatable                   bool  // another engine would write the same answer again
 	own                          bool  // the limit is max_completion_tokens
 	most, least                  int64 // max_tokens (0: none) and min_tokens
@@ -49,17 +49,21 @@ type terms struct {
 	maxBytes                     int
 }
 
+// named reports whether events have a line with their name.
+func (t *terms) named() bool { return t.messages || t.responses }
+
 // head has the members of the first event that all events repeat, as JSON text.
 type head struct{ id, object, created, model []byte }
 
 // seen is what the client has got.
-type seen struct{ event, comment, role, finish, usage, done bool }
+type seen struct{ event, comment, role, progress, finish, usage, done bool }
 
 // NewStream returns the stream of the answer to a request for which [Refusal] had no reason. It does not keep r.
 func NewStream(r *openai.Request, policy Policy) Stream {
 	s := Stream{Cached: -1, of: terms{
 		chat: r.API() == openai.Chat, showIDs: r.True(openai.FieldReturnTokenIDs), usage: r.WantsUsage(),
-		greedy: greedy(r), messages: r.API() == openai.Messages, maxBytes: policy.MaxBytes,
+		greedy: greedy(r), messages: r.API() == openai.Messages, responses: r.API() == openai.Responses,
+		maxBytes: policy.MaxBytes,
 	}}
 	if byIDs(r, policy) != "" {
 		s.repeat.on = true
@@ -130,7 +134,7 @@ func (s *Stream) Feed(dst, chunk []byte) []byte {
 // unreadable returns why the beginning of an event is not kept until its end has come, "" if it is.
 func (s *Stream) unreadable() Reason {
 	const most = 4 << 10 // more does not arrive in one piece that was read before
-	if !framed(s.in.held[:min(len(s.in.held), most)], s.of.messages) {
+	if !framed(s.in.held[:min(len(s.in.held), most)], s.of.named()) {
 		return Format
 	}
 	if s.bytes() > s.of.maxBytes && s.joined {
@@ -178,12 +182,14 @@ func (s *Stream) End(dst []byte) []byte {
 
 // readable reports whether the bytes of an event without its empty line are whole.
 func (s *Stream) readable(held []byte) bool {
-	data, ok := dataLine(held, s.of.messages)
+	data, ok := dataLine(held, s.of.named())
 	p := parser{b: held[:max(data.to, data.from)], i: data.from}
 	switch {
 	case !ok || data.none() || string(p.text(data)) == "[DONE]":
 	case s.of.messages:
 		_, ok = p.message()
+	case s.of.responses:
+		_, ok = p.output()
 	default:
 		_, ok = p.event()
 	}
@@ -243,7 +249,7 @@ func (s *Stream) bytes() int {
 
 // pass appends the client's version of one event, which ends with its empty line.
 func (s *Stream) pass(dst, raw []byte) []byte {
-	data, ok := dataLine(raw, s.of.messages)
+	data, ok := dataLine(raw, s.of.named())
 	switch {
 	case s.broken != "":
 		s.breakOff(s.broken, raw)
@@ -255,6 +261,8 @@ func (s *Stream) pass(dst, raw []byte) []byte {
 		return append(dst, raw...)
 	case ok && s.of.messages:
 		return s.passMessage(dst, raw, data)
+	case ok && s.of.responses:
+		return s.passOutput(dst, raw, data)
 	case ok && string(raw[data.from:data.to]) == "[DONE]":
 		if s.following() && !s.seen.finish {
 			s.breakOff(Failed, raw)

@@ -130,7 +130,7 @@ func TestRealRepeat(t *testing.T) {
 		calls         bool
 	}{
 		{"two calls", calls + fmt.Sprintf(thinks, 100), true},
-		{"reasoning and two calls", calls + fmt.Sprintf(thinks, 12), false},
+		{"reasoning and two calls", calls + fmt.Sprintf(thinks, 6), false},
 		{"reasoning, no tools", `"ignore_eos":true`, false},
 		{"required", tools + `,"tool_choice":"required"` + fmt.Sprintf(thinks, 100), true},
 		{"named", tools + `,"tool_choice":{"type":"function","function":{"name":"write"}}` + fmt.Sprintf(thinks, 100), true},
@@ -157,6 +157,18 @@ func TestRealRepeat(t *testing.T) {
 			}
 		})
 	}
+	flat := `"tools":[{"type":"function","name":"read","parameters":` + schema + `},{"type":"function","name":"write","parameters":` + schema + `}]`
+	for name, members := range map[string]string{
+		"responses": `"ignore_eos":true`, "responses, required": flat + `,"tool_choice":"required"` + fmt.Sprintf(thinks, 100),
+		"responses, two calls": strings.Replace(calls, tools, flat, 1) + fmt.Sprintf(thinks, 100), "responses, cut short": flat + `,"max_output_tokens":20`,
+		"responses, seeded": flat + `,"tool_choice":"required","temperature":1,"seed":79` + fmt.Sprintf(thinks, 100),
+	} {
+		t.Run(name, func(t *testing.T) {
+			for seed := range 2 {
+				repeatEverywhere(t, openai.Responses, first, next, members, seed, false)
+			}
+		})
+	}
 	t.Run("a completion with a grammar", func(t *testing.T) {
 		repeatEverywhere(t, openai.Completions, first, next, `"structured_outputs":{"regex":"[a-z]{5} [A-Z]{30}"}`, 1, false)
 	})
@@ -172,13 +184,17 @@ func repeatEverywhere(t *testing.T, api openai.API, first, next, members string,
 	case openai.Completions:
 		path, prompt = "/v1/completions", fmt.Sprintf(`"prompt":%q`, text)
 	}
+	limit := "max_tokens"
+	if api == openai.Responses {
+		path, prompt, limit = "/v1/responses", fmt.Sprintf(`"input":%q`, text), "max_output_tokens"
+	}
 	parts := []string{`"model":"tiny","stream":true`, prompt}
-	for name, member := range map[string]string{"temperature": `"temperature":0`, "max_tokens": `"max_tokens":160`} {
+	for name, member := range map[string]string{"temperature": `"temperature":0`, limit: `"` + limit + `":160`} {
 		if !strings.Contains(members, `"`+name+`"`) {
 			parts = append(parts, member)
 		}
 	}
-	if api != openai.Messages {
+	if api == openai.Chat || api == openai.Completions {
 		parts = append(parts, `"stream_options":{"include_usage":true}`)
 	}
 	if members != "" {

@@ -217,11 +217,7 @@ func (a *responsesAPI) end(c *answer, dst []byte) []byte {
 	dst = a.event(dst, "response.output_item.done", func(dst []byte) []byte {
 		return c.appendOutputItem(append(dst, `,"output_index":0,"item":`...), q, true)
 	})
-	name := "response.completed"
-	if q.Out.Finish == "length" {
-		name = "response.incomplete"
-	}
-	return a.event(dst, name, func(dst []byte) []byte {
+	return a.event(dst, "response.completed", func(dst []byte) []byte {
 		return c.appendResponse(jsontext.AppendKey(dst, "response"), true)
 	})
 }
