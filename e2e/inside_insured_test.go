@@ -4,6 +4,7 @@ import (
 	"bufio"
 	"cmp"
 	"context"
+	"encoding/base64"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -213,6 +214,21 @@ func agentAsks(api, id string, tokens int, calls bool) (path, body string) {
 		`{%s,"stream_options":{"include_usage":true},"tools":[{"type":"function","function":{"name":"write","parameters":%s}}]}`, more, schema)
 }
 
+// withPicture puts a picture behind the text of a body of agentAsks.
+func withPicture(api, body, id string) string {
+	part := map[string]string{
+		"chat":      `{"type":"image_url","image_url":{"url":"data:image/png;base64,%s"}}`,
+		"messages":  `{"type":"image","source":{"type":"base64","media_type":"image/png","data":"%s"}}`,
+		"responses": `{"type":"input_image","image_url":"data:image/png;base64,%s"}`,
+	}[api]
+	part = fmt.Sprintf(part, base64.StdEncoding.EncodeToString([]byte(strings.Repeat(id, 200))))
+	text := fmt.Sprintf(`{"type":"text","text":%q}`, id)
+	if api == "responses" {
+		text = fmt.Sprintf(`{"type":"input_text","text":%q}`, id)
+	}
+	return strings.Replace(body, fmt.Sprintf(`"content":%q`, id), fmt.Sprintf(`"content":[%s,%s]`, text, part), 1)
+}
+
 // agentRead is what an agent reads of a stream: its tool call, its reasoning, and how it ended.
 type agentRead struct {
 	read
@@ -375,6 +391,9 @@ func TestInsideAgentsOutliveD(t *testing.T) {
 					for at := 0; at < 60; at += 1 + at/4 {
 						id := fmt.Sprintf("%s-%v-%d", api, calls, at)
 						path, body := agentAsks(api, id, 60, calls)
+						if at%2 > 0 {
+							body = withPicture(api, body, id)
+						}
 						d := f.decodes[at%2]
 						if at < 2 {
 							d = f.decodes[0] // than nobody has written yet

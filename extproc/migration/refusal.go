@@ -122,15 +122,12 @@ func byIDs(r *openai.Request, policy Policy) Reason {
 // not tried; "" if it would.
 func repeatable(r *openai.Request, policy Policy) Reason {
 	messages := r.API() == openai.Messages
-	switch {
-	case messages && hasMedia(r.Raw(openai.FieldMessages)), r.API() == openai.Responses && hasMedia(r.Raw(openai.FieldInput)):
-		return "media"
-	case r.API() == openai.Responses && bytes.Contains(openai.Value(r, "include"), []byte(`.logprobs"`)):
+	if r.API() == openai.Responses && bytes.Contains(openai.Value(r, "include"), []byte(`.logprobs"`)) {
 		return "logprobs"
 	}
 	for reason := range openai.Obstacles(r) {
 		switch reason {
-		case "media", "limit", "logprobs", "token_ids", "prompt":
+		case "modalities", "limit", "logprobs", "token_ids", "prompt":
 			return Reason(reason)
 		}
 	}
@@ -138,18 +135,6 @@ func repeatable(r *openai.Request, policy Policy) Reason {
 		return Sampled
 	}
 	return ""
-}
-
-// hasMedia reports whether a prompt of Anthropic's API or of responses has a part that is no text. Inside of a text the
-// quotes are escaped.
-func hasMedia(prompt []byte) bool {
-	for _, kind := range [...]string{`"image"`, `"document"`, `"input_image"`, `"input_file"`, `"input_audio"`,
-		`"computer_screenshot"`} {
-		if bytes.Contains(prompt, []byte(kind)) {
-			return true
-		}
-	}
-	return false
 }
 
 // seeded reports whether the request names the seed of its answer. Messages cannot.

@@ -33,7 +33,7 @@ func TestRefusal(t *testing.T) {
 		{openai.Responses, `"input":"a","temperature":0,"store":true`, false, "stored_response"},
 		{openai.Responses, `"input":"a","temperature":0,"include":["message.output_text.logprobs"]`, false, "logprobs"},
 		{openai.Responses, `"input":"a","temperature":0,"include":["reasoning.encrypted_content"]`, false, ""},
-		{openai.Responses, `"input":[{"role":"user","content":[{"type": "input_image"}]}],"temperature":0`, true, "media"},
+		{openai.Responses, `"input":[{"role":"user","content":[{"type": "input_image"}]}],"temperature":0`, false, ""},
 		{openai.Generate, ``, false, "api"},
 		{chat, `"stream":false`, false, "not_streamed"},
 		{chat, `"max_tokens":1`, false, "limit"},
@@ -43,8 +43,10 @@ func TestRefusal(t *testing.T) {
 		{completions, `"prompt":["a","b"]`, false, "prompt_list"},
 		{completions, `"prompt_logprobs":1`, false, "prompt_logprobs"},
 		{completions, `"logprobs":1,"temperature":0`, false, "logprobs"}, // with offsets into the text
-		{chat, `"messages":[{"role":"user","content":[{"type":"image_url"}]}],"temperature":0`, true, "media"},
-		{openai.Messages, `"temperature":0,"messages":[{"role":"user","content":[{"type": "image"}]}]`, true, "media"},
+		{chat, `"messages":[{"role":"user","content":[{"type":"image_url"}]}],"temperature":0`, false, ""},
+		{chat, `"messages":[{"role":"user","content":[{"type":"image_url"}]}]`, true, "sampled"},
+		{chat, `"modalities":["text","audio"],"audio":{},"temperature":0`, true, "modalities"},
+		{openai.Messages, `"temperature":0,"messages":[{"role":"user","content":[{"type": "image"}]}]`, false, ""},
 
 		// those that can only be repeated: the same answer has to come again
 		{chat, `"tools":[{"type":"function"}]`, true, "sampled"},

@@ -86,7 +86,7 @@ func Obstacles(r *Request) iter.Seq[string] {
 // obstacles are the members that are an obstacle with any value.
 var obstacles = map[string]string{
 	"tools": "tools", "functions": "tools", "structured_outputs": "grammar", "seed": "seed", "bad_words": "penalty",
-	"suffix": "prompt", "truncate_prompt_tokens": "prompt", "modalities": "media", "audio": "media",
+	"suffix": "prompt", "truncate_prompt_tokens": "prompt", "modalities": "modalities", "audio": "modalities",
 	"logits_processors": "processor", "vllm_xargs": "processor", "thinking_token_budget": "processor",
 	"repetition_detection": "processor",
 }
