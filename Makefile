@@ -230,7 +230,8 @@ e2e-cluster: tools build carrier ##real a cluster of one node on this machine; a
 # Against real vLLM on CPU: 5.5 GiB into ~/.cache/tandem once, 9 GiB of memory, 3 to 5 minutes a dialect.
 e2e-vllm: tools build carrier ##real vLLM on CPU: 5.5 GiB once, 9 GiB of memory, 3 to 5 minutes a dialect
 	e2e/vllm/install.sh
-	TANDEM_LIBRARY=$(CURDIR)/bin e2e/vllm/run.sh $(GO) test -tags vllm -count 1 -timeout 30m -v ./e2e/vllm
+	e2e/vllm/run.sh $(GO) test -tags vllm -count 1 -timeout 30m -run TestRealVLLM -v ./e2e/vllm
+	TANDEM_LIBRARY=$(CURDIR)/bin e2e/vllm/run.sh $(GO) test -tags vllm -count 1 -timeout 30m -run TestRealInsured -v ./e2e/vllm # it kills engines
 	RANKS=2 ENGINES=1 e2e/vllm/run.sh $(GO) test -tags vllm -count 1 -timeout 30m -run TestRealRanks -v ./e2e/vllm
 	BOTH=1 ENGINES=1 e2e/vllm/run.sh $(GO) test -tags vllm -count 1 -timeout 30m -run TestRealBoth -v ./e2e/vllm
 	BOTH=1 ENGINES=1 DECODES=2 e2e/vllm/run.sh $(GO) test -tags vllm -count 1 -timeout 30m -run TestRealRoles -v ./e2e/vllm
