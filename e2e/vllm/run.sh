@@ -20,7 +20,7 @@
 #              DECODES      how many decode engines, if not as many: BOTH=1 ENGINES=1 DECODES=2 are three engines that do both, for
 #                           go test -run TestRealRoles; they have KV memory for 30 long prompts
 #              AGENT        not empty: with parsers for tool calls (hermes) and reasoning (deepseek_r1), and a model that has their
-#                           tags as tokens: ENGINES=1 DECODES=2 REFERENCE=prefill, for go test -run TestRealAgents
+#                           tags as tokens: ENGINES=1 DECODES=2 REFERENCE=prefill, for go test -run TestRealAgents, which needs TANDEM_LIBRARY
 #              MISTAKES     not empty: one engine of each role with the recommended settings that say how they were started, and two
 #                           decode engines of other settings; go test -run 'TestRealMistakes|TestRealBlockSizes|TestRealCompiles'
 #              REFERENCE    prefill: no engine more; what the first prefill engine answers alone is the reference
