@@ -30,6 +30,9 @@ type Cause struct {
 	At    func(*Ticket) string // the endpoint that failed; nil: none did
 	Words string
 	Lost  bool // P's work is lost, so the pool's policy for failed prefills decides what follows
+	// DecodeFailed: the decode leg failed before its answer began. Another D is tried while there is time for it, and the
+	// pair is avoided if D had KV to load.
+	DecodeFailed bool
 }
 
 // Causes returns all causes.
@@ -38,18 +41,21 @@ func Causes() []Cause {
 	decode := func(t *Ticket) string { return t.Decode } // also the endpoint of an encode leg
 	last := func(t *Ticket) string { return t.Excluded[len(t.Excluded)-1] }
 	return []Cause{
-		{CausePrefill, prefill, "prefill", true},
-		{CauseRefused, prefill, "prefill, which refused what it was sent", false},
-		{CauseModel, last, "an endpoint that does not serve the model", false},
-		{CauseDecode, decode, "decode", false},
-		{CauseOutdated, decode, "decode, which stood still beyond the lease of the KV and was waited for", false},
-		{CauseStream, decode, "decode, within a stream that was continued", false},
-		{CauseMoved, decode, "decode, whose stream was moved", false},
-		{CauseEncode, decode, "encode", true},
-		{CauseRouter, nil, "the replica of Tandem that decided", true},
-		{CauseExpired, nil, "the hand-over from prefill to decode was too old", true},
-		{CauseSpent, nil, "the hand-over from prefill to decode was consumed already", true},
-		{CausePoolGone, nil, "the pool was removed or changed between the hops", false},
+		{Name: CausePrefill, At: prefill, Words: "prefill", Lost: true},
+		{Name: CauseRefused, At: prefill, Words: "prefill, which refused what it was sent"},
+		{Name: CauseModel, At: last, Words: "an endpoint that does not serve the model"},
+		{Name: CauseDecode, At: decode, Words: "decode", DecodeFailed: true},
+		{
+			Name: CauseOutdated, At: decode, DecodeFailed: true,
+			Words: "decode, which stood still beyond the lease of the KV and was waited for",
+		},
+		{Name: CauseStream, At: decode, Words: "decode, within a stream that was continued"},
+		{Name: CauseMoved, At: decode, Words: "decode, whose stream was moved"},
+		{Name: CauseEncode, At: decode, Words: "encode", Lost: true},
+		{Name: CauseRouter, Words: "the replica of Tandem that decided", Lost: true},
+		{Name: CauseExpired, Words: "the hand-over from prefill to decode was too old", Lost: true},
+		{Name: CauseSpent, Words: "the hand-over from prefill to decode was consumed already", Lost: true},
+		{Name: CausePoolGone, Words: "the pool was removed or changed between the hops"},
 	}
 }
 

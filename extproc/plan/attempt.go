@@ -31,11 +31,12 @@ type Attempt struct {
 
 // Next returns the attempt of a request from the ticket that came back, whichever hop of it failed.
 func Next(t *kvtransfer.Ticket) Attempt {
+	cause, _ := kvtransfer.CauseOf(t.Cause)
 	a := Attempt{
 		Redirects: t.Redirects, Prefills: t.Prefills, Started: t.Started, Excluded: t.Excluded,
-		Outdated: t.Cause == kvtransfer.CauseOutdated, LacksModel: t.Cause == kvtransfer.CauseModel,
+		DecodeFailed: cause.DecodeFailed,
+		Outdated:     t.Cause == kvtransfer.CauseOutdated, LacksModel: t.Cause == kvtransfer.CauseModel,
 	}
-	a.DecodeFailed = a.Outdated || t.Cause == kvtransfer.CauseDecode
 	if t.Loads && (a.DecodeFailed || t.Cause == kvtransfer.CausePrefill) {
 		a.PairFailed = [2]string{t.Prefill, t.Decode}
 	}
