@@ -9,6 +9,7 @@ import (
 	"go.yaml.in/yaml/v3"
 
 	configv1 "tandem/protos/config/v1"
+	"tandem/replica/config"
 )
 
 // Front is the cluster that leads from a listener of the reader's own to Tandem's main listener.
@@ -34,7 +35,7 @@ func Into(mine []byte, c *configv1.Config) ([]byte, error) {
 		return nil, errors.New("your bootstrap is not a mapping with static_resources: it must be YAML or JSON of one document")
 	}
 	root, source := to.Content[0], from.Content[0]
-	static, ourStatic := member(root, "static_resources"), member(source, "static_resources")
+	static, ourStatic := config.Member(root, "static_resources"), config.Member(source, "static_resources")
 	if static == nil || static.Kind != yaml.MappingNode {
 		return nil, errors.New("your bootstrap has no static_resources: a listener of yours that is static must lead to Tandem; " +
 			"for an Envoy whose listeners come over xDS run a second Envoy (docs/howto/existing-envoy.md)")
@@ -43,15 +44,15 @@ func Into(mine []byte, c *configv1.Config) ([]byte, error) {
 	if err != nil {
 		return nil, err
 	}
-	if err := add(static, "listeners", member(ourStatic, "listeners")); err != nil {
+	if err := add(static, "listeners", config.Member(ourStatic, "listeners")); err != nil {
 		return nil, err
 	}
-	clusters := member(ourStatic, "clusters")
+	clusters := config.Member(ourStatic, "clusters")
 	clusters.Content = append(clusters.Content, front)
 	if err := add(static, "clusters", clusters); err != nil {
 		return nil, err
 	}
-	if err := add(root, "bootstrap_extensions", member(source, "bootstrap_extensions")); err != nil {
+	if err := add(root, "bootstrap_extensions", config.Member(source, "bootstrap_extensions")); err != nil {
 		return nil, err
 	}
 	var out bytes.Buffer
@@ -63,22 +64,12 @@ func Into(mine []byte, c *configv1.Config) ([]byte, error) {
 	return out.Bytes(), nil
 }
 
-// member is the value of a mapping's key; nil: it has none.
-func member(mapping *yaml.Node, key string) *yaml.Node {
-	for i := 0; mapping != nil && i+1 < len(mapping.Content); i += 2 {
-		if mapping.Content[i].Value == key {
-			return mapping.Content[i+1]
-		}
-	}
-	return nil
-}
-
 // add puts named items into a list of a mapping: in place of items of the same name, or at the end.
 func add(mapping *yaml.Node, key string, items *yaml.Node) error {
 	if items == nil {
 		return nil
 	}
-	list := member(mapping, key)
+	list := config.Member(mapping, key)
 	switch {
 	case list == nil:
 		list = &yaml.Node{Kind: yaml.SequenceNode, Tag: "!!seq"}
@@ -92,9 +83,9 @@ func add(mapping *yaml.Node, key string, items *yaml.Node) error {
 		list.Style = 0
 	}
 	for _, item := range items.Content {
-		name, at := member(item, "name").Value, -1
+		name, at := config.Member(item, "name").Value, -1
 		for i, old := range list.Content {
-			if n := member(old, "name"); n != nil && n.Value == name {
+			if n := config.Member(old, "name"); n != nil && n.Value == name {
 				at = i
 			}
 		}

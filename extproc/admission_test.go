@@ -232,7 +232,7 @@ func TestWaitingEnds(t *testing.T) {
 		},
 		"when the pool is gone": func(t *testing.T, c *crowd) {
 			c.send("a", 1000)
-			c.state.RemovePool("chat")
+			c.state.RetainPools(nil)
 			time.Sleep(5 * time.Second)
 			synctest.Wait()
 			require.Equal(t, []string{"a"}, c.order, "as what was let in is")

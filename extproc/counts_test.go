@@ -241,7 +241,7 @@ func TestStrandedHandOversAreCounted(t *testing.T) {
 		q.pass()
 		q.prefillLeg(engineAnswer{status: 200, body: prefilled(params(2))})
 		q.follow()
-		s.state.RemovePool("chat")
+		s.state.RetainPools(nil)
 		require.NotZero(t, q.pass().status())
 		require.InDelta(t, 1, s.count("tandem_handovers_orphaned_total", "chat", addressOf("p1"), "pool_gone"), 0)
 		require.InDelta(t, 1, s.count("tandem_replans_total", "chat", "pool_gone"), 0)

@@ -427,9 +427,8 @@ func (s *State) SetPool(spec PoolSpec, eps []EndpointSpec) {
 func (p *Pool) endpoint(ep EndpointSpec, old *Endpoint, now time.Time) *Endpoint {
 	switch {
 	case old == nil:
-		l := &endpointState{load: p.load, stepTokens: p.Spec.StepTokens, ratio: p.ratio, residents: p.residents,
-			reports: p.Spec.Facts != 0}
-		setDefault(&l.stepTokens, defaultStepTokens)
+		l := &endpointState{load: p.load, stepTokens: cmp.Or(p.Spec.StepTokens, defaultStepTokens), ratio: p.ratio,
+			residents: p.residents, reports: p.Spec.Facts != 0}
 		l.awaitReport(now)
 		p.index.Join(&l.blocks)
 		return &Endpoint{ep, l}
@@ -437,19 +436,6 @@ func (p *Pool) endpoint(ep EndpointSpec, old *Endpoint, now time.Time) *Endpoint
 		return old
 	}
 	return &Endpoint{ep, old.state}
-}
-
-// RemovePool removes a pool.
-func (s *State) RemovePool(name string) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	pools := slices.DeleteFunc(slices.Clone(s.Pools()), func(p *Pool) bool { return p.Spec.Name == name })
-	for key := range s.overrides {
-		if key.pool == name {
-			delete(s.overrides, key)
-		}
-	}
-	s.pools.Store(&pools)
 }
 
 // Pools returns all pools in the order in which they were added. Do not modify.

@@ -136,8 +136,7 @@ func TestSetPool(t *testing.T) {
 		require.Zero(t, tokens)
 	}
 
-	s.RemovePool("p")
-	s.RemovePool("never was")
+	s.RetainPools(nil)
 	require.Nil(t, s.Pool("p"))
 	require.Empty(t, s.Pools())
 	s.View(before, prompt, &v) // a request with the old pool may continue

@@ -3,6 +3,7 @@ package kvstate
 import (
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 )
 
@@ -203,10 +204,6 @@ func (s *State) RetainPools(names []string) {
 			kept = append(kept, p)
 		}
 	}
-	for key := range s.overrides {
-		if !slices.Contains(names, key.pool) {
-			delete(s.overrides, key)
-		}
-	}
+	maps.DeleteFunc(s.overrides, func(key overrideKey, _ versioned) bool { return !slices.Contains(names, key.pool) })
 	s.pools.Store(&kept)
 }

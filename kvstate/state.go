@@ -1,6 +1,7 @@
 package kvstate
 
 import (
+	"cmp"
 	"context"
 	"sync"
 	"sync/atomic"
@@ -42,19 +43,19 @@ type Options struct {
 }
 
 func (o Options) withDefaults() Options {
-	setDefault(&o.MaxIndexBytes, 512<<20)
-	setDefault(&o.EndpointBlocks, 1<<14)
-	setDefault(&o.FeedBlocks, 1<<20)
-	setDefault(&o.MaxTokenBytes, 64<<20)
-	setDefault(&o.RoutedTTL, time.Hour)
-	setDefault(&o.ReservationTTL, 15*time.Minute)
-	setDefault(&o.MaxReservations, 1<<20)
-	setDefault(&o.ConsumedTTL, 2*time.Minute)
-	setDefault(&o.MaxConsumed, 1<<22)
-	setDefault(&o.HandOverTTL, time.Minute)
-	setDefault(&o.MaxHandOverBytes, 64<<20)
-	setDefault(&o.SessionTTL, 30*time.Minute)
-	setDefault(&o.MaxSessions, 1<<18)
+	o.MaxIndexBytes = cmp.Or(o.MaxIndexBytes, 512<<20)
+	o.EndpointBlocks = cmp.Or(o.EndpointBlocks, 1<<14)
+	o.FeedBlocks = cmp.Or(o.FeedBlocks, 1<<20)
+	o.MaxTokenBytes = cmp.Or(o.MaxTokenBytes, 64<<20)
+	o.RoutedTTL = cmp.Or(o.RoutedTTL, time.Hour)
+	o.ReservationTTL = cmp.Or(o.ReservationTTL, 15*time.Minute)
+	o.MaxReservations = cmp.Or(o.MaxReservations, 1<<20)
+	o.ConsumedTTL = cmp.Or(o.ConsumedTTL, 2*time.Minute)
+	o.MaxConsumed = cmp.Or(o.MaxConsumed, 1<<22)
+	o.HandOverTTL = cmp.Or(o.HandOverTTL, time.Minute)
+	o.MaxHandOverBytes = cmp.Or(o.MaxHandOverBytes, 64<<20)
+	o.SessionTTL = cmp.Or(o.SessionTTL, 30*time.Minute)
+	o.MaxSessions = cmp.Or(o.MaxSessions, 1<<18)
 	if o.Now == nil {
 		o.Now = time.Now
 	}
@@ -64,12 +65,6 @@ func (o Options) withDefaults() Options {
 func (o Options) indexLimits() prefixindex.Limits {
 	return prefixindex.Limits{
 		MaxBytes: o.MaxIndexBytes, RoutedBlocks: o.EndpointBlocks, FeedBlocks: o.FeedBlocks, TTL: o.RoutedTTL,
-	}
-}
-
-func setDefault[T int | int64 | time.Duration](v *T, d T) {
-	if *v == 0 {
-		*v = d
 	}
 }
 

@@ -1,7 +1,6 @@
 package replica
 
 import (
-	"encoding/json"
 	"fmt"
 	"net/http"
 	"net/http/pprof"
@@ -19,7 +18,7 @@ import (
 // newAdmin is the operator's port: health, metrics and profiles, orders, and the page that shows what the replica does.
 // It is for the inside; put no client near it.
 func newAdmin(registry *prometheus.Registry, isReady func() bool, fleet *fleet,
-	operator *orders.Orders, page, words http.Handler,
+	operator *orders.Orders, page, assigned http.Handler,
 	recording func(*http.ServeMux, func(http.HandlerFunc) http.HandlerFunc)) http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { _, _ = w.Write([]byte("ok\n")) })
@@ -28,9 +27,9 @@ func newAdmin(registry *prometheus.Registry, isReady func() bool, fleet *fleet,
 	mux.HandleFunc("GET /debug/pprof/", pprof.Index)
 	mux.HandleFunc("GET /debug/pprof/profile", pprof.Profile)
 	mux.HandleFunc("GET /debug/pprof/trace", pprof.Trace)
-	mux.HandleFunc("GET /debug/state", func(w http.ResponseWriter, _ *http.Request) { writeJSON(w, status.State(fleet.state)) })
+	mux.HandleFunc("GET /debug/state", func(w http.ResponseWriter, _ *http.Request) { words.WriteJSON(w, status.State(fleet.state)) })
 	mux.Handle("GET /debug/requests", page)
-	mux.Handle("GET /debug/roles", words)
+	mux.Handle("GET /debug/roles", assigned)
 	mux.Handle("GET /debug/explain", page)
 	operator.Register(mux)
 	recording(mux, operator.Allowed)
@@ -62,12 +61,3 @@ func ready(isReady func() bool, store *redisstore.Store, keys func() redisstore.
 		_, _ = w.Write([]byte(text))
 	}
 }
-
-func writeJSON(w http.ResponseWriter, v any) {
-	w.Header().Set("content-type", contentJSON)
-	enc := json.NewEncoder(words.Escaped(w))
-	enc.SetIndent("", "  ")
-	_ = enc.Encode(v)
-}
-
-const contentJSON = "application/json"

@@ -21,6 +21,7 @@ import (
 	"tandem/recording"
 	"tandem/replica/config"
 	"tandem/replica/orders"
+	"tandem/status/words"
 )
 
 // recordingOptions returns how a recording is made.
@@ -76,7 +77,7 @@ func (r *replica) beginRecording() error {
 //	DELETE /api/recording
 func (r *replica) recordOrders(mux *http.ServeMux, allowed func(http.HandlerFunc) http.HandlerFunc) {
 	to := r.core.Recorder
-	mux.HandleFunc("GET /api/recording", func(w http.ResponseWriter, _ *http.Request) { writeJSON(w, to.Status()) })
+	mux.HandleFunc("GET /api/recording", func(w http.ResponseWriter, _ *http.Request) { words.WriteJSON(w, to.Status()) })
 	mux.HandleFunc("POST /api/recording", allowed(func(w http.ResponseWriter, q *http.Request) {
 		o := recordingOptions(r.cfg.GetRecord())
 		err := orders.ReadRecording(q.URL.Query(), &o.For, &o.Sample)
@@ -92,7 +93,7 @@ func (r *replica) recordOrders(mux *http.ServeMux, allowed func(http.HandlerFunc
 			orders.AnswerError(w, status, err.Error())
 			return
 		}
-		writeJSON(w, to.Status())
+		words.WriteJSON(w, to.Status())
 	}))
 	mux.HandleFunc("DELETE /api/recording", allowed(func(w http.ResponseWriter, q *http.Request) {
 		over := to.Stop()
@@ -105,7 +106,7 @@ func (r *replica) recordOrders(mux *http.ServeMux, allowed func(http.HandlerFunc
 		case <-over:
 		case <-time.After(lastLines):
 		}
-		writeJSON(w, to.Status())
+		words.WriteJSON(w, to.Status())
 	}))
 }
 

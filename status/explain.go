@@ -2,7 +2,6 @@ package status
 
 import (
 	"cmp"
-	"encoding/json"
 	"fmt"
 	"io"
 	"maps"
@@ -43,10 +42,7 @@ func (f *Feed) explain(w http.ResponseWriter, r *http.Request) {
 		http.Error(w, err.Error(), http.StatusNotFound)
 		return
 	}
-	w.Header().Set("content-type", "application/json")
-	enc := json.NewEncoder(words.Escaped(w))
-	enc.SetIndent("", "  ")
-	_ = enc.Encode(Explained{e, f.source.roles(pool).Words})
+	words.WriteJSON(w, Explained{e, f.source.roles(pool).Words})
 }
 
 // printRoles writes since when endpoints have their words, and why. Words are those of now: those that changed after a

@@ -37,9 +37,6 @@ func Handler(f *Feed) http.Handler {
 	})
 	mux.HandleFunc("GET /debug/explain", f.explain)
 	mux.HandleFunc("GET /debug/requests", func(w http.ResponseWriter, r *http.Request) {
-		w.Header().Set("content-type", "application/json")
-		enc := json.NewEncoder(words.Escaped(w))
-		enc.SetIndent("", "  ")
 		if id := r.URL.Query().Get("id"); id != "" {
 			found, asked := f.Request(r.Context(), id, alone(r))
 			if len(found) == 0 {
@@ -47,7 +44,7 @@ func Handler(f *Feed) http.Handler {
 				return
 			}
 			asked.head(w)
-			_ = enc.Encode(found)
+			words.WriteJSON(w, found)
 			return
 		}
 		n := 20
@@ -62,7 +59,7 @@ func Handler(f *Feed) http.Handler {
 		wanted.N = n
 		recent, asked := f.Requests(r.Context(), wanted)
 		asked.head(w)
-		_ = enc.Encode(recent)
+		words.WriteJSON(w, recent)
 	})
 	mux.Handle("GET /", Secured(http.FileServerFS(files)))
 	return mux

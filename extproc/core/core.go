@@ -4,6 +4,7 @@
 package core
 
 import (
+	"cmp"
 	"context"
 	"log/slog"
 	"sync"
@@ -61,27 +62,20 @@ type Options struct {
 }
 
 func withDefaults(o Options) Options {
-	orDefault(&o.SplitBodyBytes, 16<<20)
-	orDefault(&o.MaxBodyBytes, 4*o.SplitBodyBytes)
-	orDefault(&o.HeldBytes, 1<<30)
+	o.SplitBodyBytes = cmp.Or(o.SplitBodyBytes, 16<<20)
+	o.MaxBodyBytes = cmp.Or(o.MaxBodyBytes, 4*o.SplitBodyBytes)
+	o.HeldBytes = cmp.Or(o.HeldBytes, 1<<30)
 	if o.Memory == nil {
 		o.Memory = memory.New(int64(o.HeldBytes))
 	}
-	orDefault(&o.BodyTimeout, 5*time.Minute)
-	orDefault(&o.TicketTTL, 10*time.Minute)
-	orDefault(&o.HandOverTTL, 20*time.Second)
-	orDefault(&o.MaxRedirects, 8)
+	o.BodyTimeout = cmp.Or(o.BodyTimeout, 5*time.Minute)
+	o.TicketTTL = cmp.Or(o.TicketTTL, 10*time.Minute)
+	o.HandOverTTL = cmp.Or(o.HandOverTTL, 20*time.Second)
+	o.MaxRedirects = cmp.Or(o.MaxRedirects, 8)
 	if o.Log == nil {
 		o.Log = slog.New(slog.DiscardHandler)
 	}
 	return o
-}
-
-func orDefault[T comparable](v *T, d T) {
-	var zero T
-	if *v == zero {
-		*v = d
-	}
 }
 
 // Core is what serves requests. It is safe for concurrent use.

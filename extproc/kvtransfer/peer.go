@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"maps"
 	"net/http"
 	"slices"
 	"sync"
@@ -190,11 +191,7 @@ func (p *Peers) Run(ctx context.Context, state *kvstate.State, pool string) {
 func (p *Peers) round(ctx context.Context, pool *kvstate.Pool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	for addr := range p.known {
-		if pool.Endpoint(addr) == nil {
-			delete(p.known, addr)
-		}
-	}
+	maps.DeleteFunc(p.known, func(addr string, _ learned) bool { return pool.Endpoint(addr) == nil })
 	for _, e := range pool.Endpoints() {
 		if p.Ask != nil && e.Role&kvstate.RolePrefill != 0 && !e.Failed() {
 			p.start(ctx, e)

@@ -16,6 +16,7 @@
 package grpcserver
 
 import (
+	"cmp"
 	"crypto/tls"
 	"net"
 	"runtime"
@@ -103,15 +104,15 @@ func (s *Server) Streams(method string) (open int, last time.Time) {
 
 // New returns a server that serves nothing yet.
 func New(o Options) *Server {
-	orDefault(&o.MaxMessage, 4<<20)
-	orDefault(&o.Connections, 4096)
-	orDefault(&o.Streams, 4096)
-	orDefault(&o.ConnectTime, 10*time.Second)
-	orDefault(&o.StuckTime, 30*time.Second)
+	o.MaxMessage = cmp.Or(o.MaxMessage, 4<<20)
+	o.Connections = cmp.Or(o.Connections, 4096)
+	o.Streams = cmp.Or(o.Streams, 4096)
+	o.ConnectTime = cmp.Or(o.ConnectTime, 10*time.Second)
+	o.StuckTime = cmp.Or(o.StuckTime, 30*time.Second)
 	if o.Memory == nil {
 		o.Memory = memory.New(1 << 30)
 	}
-	orDefault(&o.ConnectionMemory, o.Memory.Limit()/4)
+	o.ConnectionMemory = cmp.Or(o.ConnectionMemory, o.Memory.Limit()/4)
 	s := &Server{o: o, methods: map[string]*method{}, other: method{limit: otherStreams}, conns: map[*conn]struct{}{},
 		stop: make(chan struct{})}
 	for name, limit := range o.MethodStreams {
@@ -141,12 +142,6 @@ func New(o Options) *Server {
 		grpc.InTapHandle(s.admit), grpc.StreamInterceptor(s.serveStream),
 	)
 	return s
-}
-
-func orDefault[T int | int64 | time.Duration](v *T, d T) {
-	if *v == 0 {
-		*v = d
-	}
 }
 
 // Serve accepts connections until the server is stopped.

@@ -330,27 +330,10 @@ func (p *Prober) askReport(ctx context.Context, e *kvstate.Endpoint) {
 func (p *Prober) forget(seen map[*kvstate.Endpoint]bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	for e := range p.due {
-		if !seen[e] {
-			delete(p.due, e)
-		}
+	for _, times := range []map[*kvstate.Endpoint]time.Time{p.due, p.asked, p.next, p.reported} {
+		maps.DeleteFunc(times, func(e *kvstate.Endpoint, _ time.Time) bool { return !seen[e] })
 	}
-	for e := range p.asked {
-		if !seen[e] {
-			delete(p.asked, e)
-		}
-	}
-	for e := range p.next {
-		if !seen[e] {
-			delete(p.next, e)
-		}
-	}
-	for e := range p.refused {
-		if !seen[e] {
-			delete(p.refused, e)
-		}
-	}
-	maps.DeleteFunc(p.reported, func(e *kvstate.Endpoint, _ time.Time) bool { return !seen[e] })
+	maps.DeleteFunc(p.refused, func(e *kvstate.Endpoint, _ bool) bool { return !seen[e] })
 }
 
 func (p *Prober) askModels(ctx context.Context, e *kvstate.Endpoint) {

@@ -277,7 +277,7 @@ func TestProberForgets(t *testing.T) {
 	s, _ := stateOf("127.0.0.1:1", "")
 	p := NewProber(s, quiet())
 	p.asked[s.Pool("p").Endpoints()[0]] = time.Now().Add(time.Hour)
-	s.RemovePool("p")
+	s.RetainPools(nil)
 	p.round(t.Context(), nil)
 	require.Empty(t, p.asked)
 }

@@ -247,9 +247,5 @@ func (p *poolReplica) forgetEndpoints() {
 	if pool == nil || len(p.published) <= len(pool.Endpoints()) {
 		return
 	}
-	for addr := range p.published {
-		if p.endpoints.find(pool, addr) == nil {
-			delete(p.published, addr)
-		}
-	}
+	maps.DeleteFunc(p.published, func(addr string, _ published) bool { return p.endpoints.find(pool, addr) == nil })
 }

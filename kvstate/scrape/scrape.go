@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"maps"
 	"net/http"
 	"sync"
 	"sync/atomic"
@@ -150,11 +151,7 @@ func (s *Scraper) round(ctx context.Context, now int, asking *sync.WaitGroup) (n
 			}
 		}
 	}
-	for e, t := range s.targets {
-		if t.round != s.rounds {
-			delete(s.targets, e)
-		}
-	}
+	maps.DeleteFunc(s.targets, func(_ *kvstate.Endpoint, t *target) bool { return t.round != s.rounds })
 	return next
 }
 

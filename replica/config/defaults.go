@@ -27,12 +27,12 @@ func SetDefaults(c *configv1.Config) {
 	setUsageDefaults(c.Usage)
 	setEnvoyDefaults(c)
 	setPickerDefaults(c.ExtProc)
-	or(&c.ExtProc.MaxMessageBytes, messageBytes(c.Envoy.MaxBodyBytes))
+	c.ExtProc.MaxMessageBytes = cmp.Or(c.ExtProc.MaxMessageBytes, messageBytes(c.Envoy.MaxBodyBytes))
 	for _, p := range c.Pools {
 		setPoolDefaults(p)
 		setWaitDefault(p, c.Envoy.BodyMode)
 		setDiscoveryDefaults(p.Discovery)
-		or(&p.Handoff, defaultHandoff(c.ExtProc))
+		p.Handoff = cmp.Or(p.Handoff, defaultHandoff(c.ExtProc))
 		if TakesNotices(p) {
 			sub(&c.Notices)
 		}
@@ -70,7 +70,7 @@ func TakesNotices(p *configv1.Pool) bool {
 
 func setEnvoyDefaults(c *configv1.Config) {
 	e := c.Envoy
-	or(&e.BodyMode, bodyMode(c))
+	e.BodyMode = cmp.Or(e.BodyMode, bodyMode(c))
 	if c := e.Cors; c != nil {
 		orList(&c.AllowHeaders, "authorization", "content-type")
 		orList(&c.ExposeHeaders, "x-request-id")
@@ -139,25 +139,25 @@ func setPoolDefaults(p *configv1.Pool) {
 		p.Models = []string{"*"}
 	}
 	d := DialectOf(p)
-	or(&p.Engine, cmp.Or(d.Engine, kvtransfer.EngineAny))
+	p.Engine = cmp.Or(p.Engine, d.Engine, kvtransfer.EngineAny)
 	if d.PairsOnly() {
-		or(&p.LongPrompts, "refuse")
+		p.LongPrompts = cmp.Or(p.LongPrompts, "refuse")
 	}
-	or(&p.LongPrompts, "decodeAlone")
-	or(&p.DecodeAlone, decodeAlone(p))
-	or(&p.AnswerWeight, picker.DefaultAnswerWeight)
+	p.LongPrompts = cmp.Or(p.LongPrompts, "decodeAlone")
+	p.DecodeAlone = cmp.Or(p.DecodeAlone, decodeAlone(p))
+	p.AnswerWeight = cmp.Or(p.AnswerWeight, picker.DefaultAnswerWeight)
 	sub(&p.Targets)
 	sub(&p.PrefillTimeout)
 	if p.KvEvents != nil {
 		sub(&p.KvEvents.LoadBandwidth)
 		rates := picker.DefaultModel().LoadBandwidth
 		for tier, rate := range loadBandwidth(p) {
-			or(rate, int64(rates[tier]))
+			*rate = cmp.Or(*rate, int64(rates[tier]))
 		}
 	}
 	if p.KvTransfer == "none" {
 		for _, e := range p.Endpoints {
-			or(&e.Role, "both")
+			e.Role = cmp.Or(e.Role, "both")
 		}
 	}
 	setDialectDefaults(p)
@@ -174,12 +174,12 @@ func setDialectDefaults(p *configv1.Pool) {
 	for _, e := range p.Endpoints {
 		if p.KvTransfer == "lmcache" && decodes(e) {
 			sub(&e.Lmcache)
-			or(&e.Lmcache.InitPort, 7300)
-			or(&e.Lmcache.AllocPort, 7400)
+			e.Lmcache.InitPort = cmp.Or(e.Lmcache.InitPort, 7300)
+			e.Lmcache.AllocPort = cmp.Or(e.Lmcache.AllocPort, 7400)
 		}
 		if usesP2P(p) && prefills(e) {
 			sub(&e.Transfer)
-			or(&e.Transfer.P2PPort, 5710)
+			e.Transfer.P2PPort = cmp.Or(e.Transfer.P2PPort, 5710)
 		}
 	}
 }
@@ -214,13 +214,6 @@ func valueOf(kind protoreflect.Kind, text string) protoreflect.Value {
 		return protoreflect.ValueOfFloat64(number)
 	}
 	return protoreflect.ValueOfString(text)
-}
-
-func or[T comparable](v *T, d T) {
-	var zero T
-	if *v == zero {
-		*v = d
-	}
 }
 
 // sub makes a message with its defaults where there is none.

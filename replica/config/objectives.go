@@ -1,6 +1,7 @@
 package config
 
 import (
+	"cmp"
 	"fmt"
 	"slices"
 	"strings"
@@ -18,7 +19,7 @@ func Waits(p *configv1.Pool) bool {
 }
 
 func setObjectiveDefaults(p *configv1.Pool) {
-	or(&p.Binding, binding(p))
+	p.Binding = cmp.Or(p.Binding, binding(p))
 	if Waits(p) {
 		sub(&p.Queue)
 	}
@@ -40,9 +41,9 @@ func setWaitDefault(p *configv1.Pool, bodyMode string) {
 	switch {
 	case p.Queue == nil:
 	case bodyMode == "duplex":
-		or(&p.Queue.MaxWait, "60s")
+		p.Queue.MaxWait = cmp.Or(p.Queue.MaxWait, "60s")
 	default:
-		or(&p.Queue.MaxWait, "20s")
+		p.Queue.MaxWait = cmp.Or(p.Queue.MaxWait, "20s")
 	}
 }
 

@@ -123,8 +123,9 @@ func ForPolicy(text []byte) ([]byte, error) {
 	for i := 0; i+1 < len(top.Content); i += 2 {
 		if key := top.Content[i].Value; key != "extProc" && key != "replan" && key != "admin" && key != "envoy" {
 			kept = append(kept, top.Content[i:i+2]...)
-		} else if prefixes := memberOf(top.Content[i+1], "pathPrefixes"); prefixes != nil {
-			kept = append(kept, top.Content[i], &yaml3.Node{Kind: yaml3.MappingNode, Content: prefixes})
+		} else if prefixes := Member(top.Content[i+1], "pathPrefixes"); prefixes != nil {
+			name := &yaml3.Node{Kind: yaml3.ScalarNode, Value: "pathPrefixes"}
+			kept = append(kept, top.Content[i], &yaml3.Node{Kind: yaml3.MappingNode, Content: []*yaml3.Node{name, prefixes}})
 		}
 	}
 	top.Content = kept
@@ -141,11 +142,11 @@ func ForPolicy(text []byte) ([]byte, error) {
 	return out.Bytes(), nil
 }
 
-// memberOf returns the key and the value of a member of a mapping; nil: it has none.
-func memberOf(mapping *yaml3.Node, name string) []*yaml3.Node {
-	for i := 0; i+1 < len(mapping.Content); i += 2 {
+// Member returns the value of a YAML mapping's member; nil: it has none, or there is no mapping.
+func Member(mapping *yaml3.Node, name string) *yaml3.Node {
+	for i := 0; mapping != nil && i+1 < len(mapping.Content); i += 2 {
 		if mapping.Content[i].Value == name {
-			return mapping.Content[i : i+2]
+			return mapping.Content[i+1]
 		}
 	}
 	return nil

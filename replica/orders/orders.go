@@ -101,7 +101,7 @@ func (o *Orders) refused(r *http.Request, why any) {
 func AnswerError(w http.ResponseWriter, status int, message string) {
 	w.Header().Set("content-type", contentJSON)
 	w.WriteHeader(status)
-	writeJSON(w, map[string]any{"error": map[string]string{"message": message}})
+	words.WriteJSON(w, map[string]any{"error": map[string]string{"message": message}})
 }
 
 // answerUnknown turns an error of the state into an answer. If the pool does not exist, it names those that do, and if
@@ -148,7 +148,7 @@ func (o *Orders) pool(paused bool) http.HandlerFunc {
 		if warning := o.afterPool(name, paused); warning != "" {
 			w.Header().Set(Warning, warning)
 		}
-		writeJSON(w, map[string]any{"pool": name, "paused": paused})
+		words.WriteJSON(w, map[string]any{"pool": name, "paused": paused})
 	}
 }
 
@@ -197,7 +197,7 @@ func (o *Orders) endpoint(change func(*kvstate.Override), more ...any) http.Hand
 			h := o.publish(r.Context(), targetOf(r))
 			h.writeTo(w)
 			o.warn(w, r.PathValue("pool"), found)
-			writeJSON(w, o.shown(&h, found))
+			words.WriteJSON(w, o.shown(&h, found))
 		}
 	}
 }
@@ -312,7 +312,7 @@ func (o *Orders) drain(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("content-type", contentJSON)
 		w.WriteHeader(http.StatusAccepted)
 	}
-	writeJSON(w, o.shown(&h, found))
+	words.WriteJSON(w, o.shown(&h, found))
 }
 
 // quiet waits until nothing is reserved on the endpoints, here and at the replicas that the order applies to; false if
@@ -358,14 +358,7 @@ func (o *Orders) readAgain(w http.ResponseWriter, r *http.Request) {
 	for _, c := range changes {
 		out = append(out, change{c.Path, c.Before, c.After, !c.Live})
 	}
-	writeJSON(w, map[string]any{"changes": out})
+	words.WriteJSON(w, map[string]any{"changes": out})
 }
 
 const contentJSON = "application/json"
-
-func writeJSON(w http.ResponseWriter, v any) {
-	w.Header().Set("content-type", contentJSON)
-	enc := json.NewEncoder(words.Escaped(w))
-	enc.SetIndent("", "  ")
-	_ = enc.Encode(v)
-}

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"net/http"
 	"strings"
 	"unicode"
 	"unicode/utf16"
@@ -68,6 +69,14 @@ func plainValue(v any) any {
 // those that change the direction of text as they are. Each write must have whole characters, as those of encoders and
 // of slog do.
 func Escaped(w io.Writer) io.Writer { return escaped{w} }
+
+// WriteJSON answers with a value, indented, and escaped like that.
+func WriteJSON(w http.ResponseWriter, v any) {
+	w.Header().Set("content-type", "application/json")
+	enc := json.NewEncoder(Escaped(w))
+	enc.SetIndent("", "  ")
+	_ = enc.Encode(v)
+}
 
 type escaped struct{ to io.Writer }
 
