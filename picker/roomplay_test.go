@@ -35,6 +35,7 @@ type playReplica struct {
 	state *kvstate.State
 	pool  *kvstate.Pool
 	k     *Picker
+	v     kvstate.View
 }
 
 // playEngine holds KV for requests: of those that run, of prompts that it computes, and of those not fetched.
@@ -106,7 +107,7 @@ func newRoomPlay(t *testing.T, seed uint64) *roomPlay {
 
 // view returns a replica's view.
 func (m *roomPlay) view(q *playReplica) *kvstate.View {
-	v := &kvstate.View{}
+	v := &q.v
 	q.state.View(q.pool, nil, v)
 	for i := range v.Endpoints {
 		if m.blind {
@@ -267,8 +268,9 @@ func (m *roomPlay) run(steps int) bool {
 			return true
 		}
 		for _, e := range m.engines {
-			m.work(e, step)
-			require.LessOrEqual(m.t, e.used, e.capacity)
+			if m.work(e, step); e.used > e.capacity { // require itself would take half of the test's time
+				require.LessOrEqual(m.t, e.used, e.capacity)
+			}
 		}
 	}
 	return false
