@@ -91,6 +91,11 @@ var plots = []plot{
 		labels: []string{"trace"}, bars: toFirstToken,
 	},
 	{
+		file: "shifting.svg", title: "Goodput while traffic shifts", unit: "share of all requests; higher is better", digits: 3,
+		labels: []string{"trace"},
+		bars:   []bar{{"published", "goodput, published", ""}, {"2026-11-29", "goodput, 2026-11-29", ""}},
+	},
+	{
 		file: "peers.svg", title: "CPU per request, and the first byte of a stream", digits: 2, some: true,
 		unit: "as a multiple of vllm-router's; lower is better", labels: []string{"request"},
 		bars: []bar{

@@ -37,6 +37,9 @@ const (
 	// memory: at the first, two copies cannot fit. It is more than without roles ([picker.Policy], where engines
 	// that serve both legs decide for each request), since with roles a change costs what waits and runs.
 	wholeFrom, wholeUntil = 0.5, 0.42
+	// ... and while few answers run at each, for prompts delay all of them there. Coding agents that fill the memory
+	// have up to 4, chats 15 and more.
+	wholeFew, wholeMany = 6, 10
 )
 
 // Engine is an endpoint, as far as its word depends on it.
@@ -319,13 +322,14 @@ func (f *Fleet) Changes() (out []Change) {
 
 // whole reports whether engines should serve whole requests.
 func (f *Fleet) whole() bool {
-	limit := wholeFrom
+	limit, most := wholeFrom, float64(wholeFew)
 	for i := range f.Engines {
 		if f.Engines[i].Word == kvstate.RoleBoth {
-			limit = wholeUntil
+			limit, most = wholeUntil, wholeMany
 		}
 	}
-	return f.Memory > 0 && f.Live > limit*f.Memory
+	s := f.sums()
+	return f.Memory > 0 && f.Live > limit*f.Memory && s.answers <= most*s.engines
 }
 
 // toWhole has all engines serve whole requests, at once: what they compute and write goes on.

@@ -2,6 +2,7 @@ package roles
 
 import (
 	"math/rand/v2"
+	"slices"
 	"testing"
 	"time"
 
@@ -206,14 +207,24 @@ func TestOf(t *testing.T) {
 }
 
 // Engines serve whole requests, all at once, while two copies of the conversations that come back do not fit into their
-// memory, and have words again when these take clearly less.
+// memory and few answers run, and have words again when these take clearly less, or clearly more answers run.
 func TestWholeEngines(t *testing.T) {
 	f := fleet(4, 2, 1, 0, 20, 4000)
+	answers := func(each float64) {
+		for i := range f.Engines {
+			f.Engines[i].Answers = each
+		}
+	}
 	f.Live, f.Memory = 1.9e6, 4e6
 	for _, c := range f.Changes() {
 		require.NotEqual(t, kvstate.RoleBoth, c.Word, "they fit")
 	}
 	f.Live = 2.1e6
+	answers(7)
+	for _, c := range f.Changes() {
+		require.NotEqual(t, kvstate.RoleBoth, c.Word, "prompts would delay many answers")
+	}
+	answers(6)
 	changes := f.Changes()
 	require.Len(t, changes, 4)
 	for _, c := range changes {
@@ -222,6 +233,12 @@ func TestWholeEngines(t *testing.T) {
 	}
 	f.Live = 1.9e6
 	require.Empty(t, f.Changes(), "not at once back")
+	answers(10)
+	require.Empty(t, f.Changes(), "nor for some answers more")
+	several := fleet(4, 2, 1, 0, 20, 4000)
+	several.Live, several.Memory, several.Engines = f.Live, f.Memory, slices.Clone(f.Engines)
+	several.Engines[0].Answers = 11
+	require.Len(t, several.Changes(), 4, "but for many")
 	f.Live = 1.6e6
 	words := map[kvstate.Role]int{}
 	for _, c := range f.Changes() {
