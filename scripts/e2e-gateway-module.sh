@@ -24,6 +24,13 @@ run() { local name=$1; shift; "$@" > "$d/$name.log" 2>&1 & pids+=($!); eval "pid
 for e in prefill:11 prefill:12 decode:21 decode:22 prefill:31 decode:41; do
   run "engine_${e#*:}" bin/enginesim --listen "127.0.0.${e#*:}:8000" --side-channel "127.0.0.${e#*:}:5600" --role "${e%:*}" --model tiny --decode-step 2ms
 done
+run engine_alone bin/enginesim --listen 127.0.0.51:8000 --side-channel 127.0.0.51:5600 --connector none --model tiny
+openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 1 -keyout "$d/key.pem" -out "$d/cert.pem" -subj /CN=engines.test \
+  -addext subjectAltName=DNS:engines.test 2>/dev/null
+for e in prefill:71 prefill:72 decode:81 decode:82; do
+  run "engine_${e#*:}" bin/enginesim --listen "127.0.0.${e#*:}:8000" --side-channel "127.0.0.${e#*:}:5600" --role "${e%:*}" --model tiny \
+    --tls-cert "$d/cert.pem" --tls-key "$d/key.pem"
+done
 cat > "$d/tandem.yaml" <<'Y'
 envoy: {run: inside, listen: 0.0.0.0:18080}
 pools:
@@ -43,7 +50,13 @@ export TANDEM_OPERATOR=$d/operator.yaml TMPDIR=$d/tmp
 printf 'admin: 127.0.0.1:9090\nfiles: %s\nengines: [127.0.0.0/8]\n' "$d" > "$TANDEM_OPERATOR"
 bin/tandem envoy -f "$d/tandem.yaml" --for envoy-gateway --standalone --name chat --library "$PWD/bin/libtandem.so" |
   sed "s/1\.40\.0/$version/" > "$d/printed.yaml"
-cp "$d/printed.yaml" "$d/resources/printed.yaml"
+sed -e 's/127\.0\.0\.1\([12]\)/127.0.0.7\1/; s/127\.0\.0\.2\([12]\)/127.0.0.8\1/; s/, role:/, scheme: https, serverName: engines.test, role:/' \
+  -e 's,^envoy: {,envoy: {pathPrefixes: [/https]\, ,' "$d/tandem.yaml" > "$d/https-tandem.yaml"
+bin/tandem envoy -f "$d/https-tandem.yaml" --for envoy-gateway --name https --gateway chat/http > "$d/https.yaml"
+{
+  printf -- '---\napiVersion: v1\nkind: ConfigMap\nmetadata: {name: https-ca, namespace: default}\ndata:\n  ca.crt: |\n'
+  sed 's/^/    /' "$d/cert.pem"
+} >> "$d/https.yaml"
 cat > "$d/gateway.yaml" <<Y
 apiVersion: gateway.envoyproxy.io/v1alpha1
 kind: EnvoyGateway
@@ -57,4 +70,4 @@ extensionApis: {enableBackend: true}
 Y
 "$bin/envoy-gateway" certgen --local --config-home "$d/config" > "$d/certgen.log" 2>&1
 run gateway "$bin/envoy-gateway" server --config-path "$d/gateway.yaml"
-python3 scripts/e2e_gateway_module.py "$d" "$pid_engine_21" "$pid_engine_11"
+python3 scripts/e2e_gateway_module.py "$d" "$pid_gateway" "$pid_engine_21" "$pid_engine_11"

@@ -1,9 +1,10 @@
-"""e2e_gateway_module.py DIR PID...: what scripts/e2e-gateway-module.sh checks. DIR has the resources; PIDs are engines to kill."""
-import glob, http.client, json, os, re, signal, sys, threading, time, urllib.error, urllib.request
+"""e2e_gateway_module.py DIR GATEWAY PID...: what scripts/e2e-gateway-module.sh checks. DIR has the resources, GATEWAY is the process of
+Envoy Gateway, and PIDs are engines to kill."""
+import base64, glob, hashlib, hmac, http.client, json, os, re, signal, ssl, statistics, sys, threading, time, urllib.error, urllib.request
 
-d, pids = sys.argv[1], [int(p) for p in sys.argv[2:]]
+d, gateway, pids = sys.argv[1], int(sys.argv[2]), [int(p) for p in sys.argv[3:]]
 printed = open(d + "/printed.yaml").read()
-P, D = ["127.0.0.11", "127.0.0.12"], ["127.0.0.21", "127.0.0.22"]
+P, D, ALONE = ["127.0.0.11", "127.0.0.12"], ["127.0.0.21", "127.0.0.22"], "127.0.0.51"
 
 
 def put(name, text):
@@ -13,9 +14,9 @@ def put(name, text):
     os.rename(f"{d}/{name}.new", f"{d}/resources/{name}.yaml")
 
 
-def post(name, size=50, stream=False, path="", tokens=6, timeout=60, headers=None):
+def post(name, size=50, stream=False, path="", tokens=6, timeout=60, headers=None, to=("127.0.0.1", 18080)):
     body = json.dumps({"model": "tiny", "max_tokens": tokens, "stream": stream, "messages": [{"role": "user", "content": name + " word" * (size // 5)}]})
-    c = http.client.HTTPConnection("127.0.0.1", 18080, timeout=timeout)
+    c = http.client.HTTPConnection(*to, timeout=timeout)
     try:
         c.request("POST", path + "/v1/chat/completions", body, {"content-type": "application/json", "x-request-id": name, **(headers or {})})
         r = c.getresponse()
@@ -30,7 +31,7 @@ def whole(status, text, stream):
 
 def get(url):
     try:
-        with urllib.request.urlopen(url, timeout=5) as f:
+        with urllib.request.urlopen(url, timeout=5, context=ssl._create_unverified_context()) as f:
             return f.status, f.read().decode()
     except urllib.error.HTTPError as e:
         return e.code, e.read().decode()
@@ -43,10 +44,11 @@ def log():
     return "".join(open(f, errors="replace").read() for f in glob.glob(d + "/**/*.log", recursive=True))
 
 
-def hops(ips, name):
+def hops(ips, name, scheme="http"):
+    """What engines have got of a request."""
     out = []
     for ip in ips:
-        seen = json.loads(get(f"http://{ip}:8000/sim/requests?id={name}")[1])
+        seen = json.loads(get(f"{scheme}://{ip}:8000/sim/requests?id={name}")[1])
         out += [q for q in seen if q["path"] == "/v1/chat/completions"]
     return out
 
@@ -71,11 +73,14 @@ class Load(threading.Thread):
 
     def __init__(self, path, name):
         super().__init__(daemon=True)
-        self.path, self.name_, self.stop, self.n, self.wrong = path, name, False, 0, []
+        self.path, self.name_, self.stop, self.paused, self.n, self.wrong = path, name, False, False, 0, []
         self.start()
 
     def run(self):
         while not self.stop:
+            if self.paused:
+                time.sleep(0.1)
+                continue
             self.n += 1
             try:
                 status, text, _ = post(f"{self.name_}-{self.n}", path=self.path)
@@ -114,19 +119,168 @@ def many(n, clients, name, kill=()):
     return wrong
 
 
+def at(name, text):
+    """Printed resources as those of another route of the same Gateway, which has a path of its own."""
+    text = text.replace("name: chat-calls", f"name: {name}-calls").replace("name: chat,", f"name: {name},").replace("name: chat}", f"name: {name}}}")
+    text = text.replace(f"name: {name}, sectionName", "name: chat, sectionName").replace("value: /v1}", f"value: /{name}}}")
+    return text.replace("    timeouts: {request: 0s}\n  # No", "    filters: [{type: URLRewrite, urlRewrite: {path: {type: ReplacePrefixMatch, replacePrefixMatch: /}}}]\n    timeouts: {request: 0s}\n  # No")
+
+
 def second(config, retry=True):
     """A second route, /second, with a policy of its own."""
-    text = printed[printed.index("# P's leg is a call"):]
-    text = text.replace("name: chat-", "name: second-").replace("name: chat,", "name: second,").replace("name: chat}", "name: second}")
-    text = text.replace("name: second, sectionName", "name: chat, sectionName").replace("value: /v1}", "value: /second}")
+    text = at("second", printed[printed.index("# P's leg is a call"):]).replace("name: chat-decode", "name: second-decode")
     text = re.sub(r"127\.0\.0\.2[12]", "127.0.0.41", text, count=1)
     text = text.replace('  - ip: {address: "127.0.0.22", port: 8000}\n', "")
-    text = text.replace("    timeouts: {request: 0s}\n  # No", "    filters: [{type: URLRewrite, urlRewrite: {path: {type: ReplacePrefixMatch, replacePrefixMatch: /}}}]\n    timeouts: {request: 0s}\n  # No")
     if not retry:
         text, n = re.subn(r"  # Nothing is retried.*\n  retry: .*\n", "", text)
         assert n == 1
     head = text[:text.rindex("    config:")]
     return head + "    config: " + json.dumps(config) + "\n"
+
+
+# The failure matrix in brief (e2e/matrix_test.go): what an engine of two does to a request, of which no client may know.
+# name: the rule of enginesim, how long it lasts (0: one request meets it), and whether answers that have begun may end in it.
+ON = {"path": "/v1/chat/completions"}
+FAULTS = {
+    "429, retry after 1 s": ({"mode": "status", "status": 429, "retry_after": 1, **ON}, 0, False),
+    "503": ({"mode": "status", "status": 503, **ON}, 0, False),
+    "503 twice": ({"mode": "status", "status": 503, "count": 2, **ON}, 0, False),
+    "500 of one request": ({"mode": "status", "status": 500, "contains": "poison", **ON}, 0, False),
+    "reset": ({"mode": "reset-before-headers", **ON}, 0, False),
+    "reset in the answer": ({"mode": "reset-mid-body", **ON}, 0, True),
+    "keep-alive race": ({"mode": "keep-alive-race", "count": 1, **ON}, 0, False),
+    "full for 4 s": ({"mode": "status", "status": 429, "retry_after": 1, "for": "4s", **ON}, 4, False),
+    "restart": ({"mode": "restart", "delay": "1s"}, 1, True),
+    "slow start": ({"mode": "restart", "delay": "1s", "warmup": "4s"}, 5, True),
+    "core stands for 5 s": ({"mode": "stall", "delay": "5s"}, 5, True),
+}
+
+
+def words(text, stream):
+    """The text of an answer, and whether all of it is there."""
+    try:
+        if not stream:
+            return json.loads(text)["choices"][0]["message"]["content"], True
+        events = [e[6:] for e in text.split("\n\n") if e.startswith("data: {")]
+        return "".join(c["delta"].get("content") or "" for e in events for c in json.loads(e).get("choices", [])[:1]), whole(200, text, True)
+    except (ValueError, KeyError, IndexError):
+        return "", False
+
+
+def ask(name, i, may_break):
+    """Sends a request and returns what is wrong with the answer; "": it is the text that an engine alone gives."""
+    stream = i % 2 == 1
+    try:
+        status, text, _ = post(name, 16_000, stream, tokens=9)
+    except (OSError, http.client.HTTPException) as e:
+        return "" if may_break and stream else repr(e)
+    if status != 200:
+        return "" if may_break and status == 502 and not stream else f"{status} {text[-200:]}"
+    got, complete = words(text, stream)
+    want = words(post(name, 16_000, to=(ALONE, 8000), tokens=9)[1], False)[0]
+    if complete:
+        return "" if got == want else f"OTHER TEXT {got!r}, not {want!r}"
+    return "" if may_break and want.startswith(got) else f"cut: {text[-200:]}"
+
+
+def metric(url, name):
+    """The sum of a metric's values."""
+    lines = [line for line in get(url)[1].splitlines() if re.match(name + r"[{ ]", line)]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+
+def fail(ip, rule):
+    """Has an engine fail; None: no longer."""
+    r = urllib.request.Request(f"http://{ip}:8000/sim/fail", json.dumps(rule).encode() if rule else None, method="POST" if rule else "DELETE")
+    urllib.request.urlopen(r, timeout=5).close()
+
+
+def latest(ips):
+    """The engine that the last request came to."""
+    return max(ips, key=lambda ip: max((q["time"] for q in json.loads(get(f"http://{ip}:8000/sim/requests?n=1")[1])), default=""))
+
+
+def strike(fault, role, ips):
+    rule, lasts, may_break = FAULTS[fault]
+    base = re.sub(r"\W+", "-", f"{fault}-{role}-")
+    asks = [ask(f"{base}before-{i}", i, False) for i in range(2)]
+    e = latest(ips)
+    counter = lambda: metric(f"http://{e}:8000/metrics", "enginesim_injected_failures_total")
+    struck = counter()
+    fail(e, rule)
+    began, i, met = time.monotonic(), 0, False
+    while time.monotonic() - began < lasts if lasts else i < 16 and not met:
+        batch = [threading.Thread(target=lambda j=j: asks.append(ask(f"{base}{'poison-' if not lasts and j == 0 else ''}{i}-{j}", j, may_break))) for j in range(4)]
+        [t.start() for t in batch], [t.join() for t in batch]
+        met, i = lasts or counter() > struck, i + 1
+    until(f"{fault}: the engine is back", lambda: get(f"http://{e}:8000/ping")[0] == 200)
+    fail(e, None)
+    time.sleep(1)  # it is over: within this time everybody is served
+    asks += [ask(f"{base}after-{i}", i, False) for i in range(2)]
+    return [a for a in asks if a] + ([] if met else ["no request met it"])
+
+
+def matrix():
+    wrong = {}
+    for fault in FAULTS:
+        for role, ips in (("prefill", P), ("decode", D)):
+            if bad := strike(fault, role, ips):
+                wrong[f"{fault}, {role}"] = bad
+                print("FAIL", fault, role, bad[:3], flush=True)
+    check(f"failure matrix in brief: {len(FAULTS)} faults of a P and of a D", not wrong)
+    left = lambda: {n: v for n in ("enginesim_blocks_held", "enginesim_violations_total", "vllm:num_requests_running", "vllm:num_requests_waiting")
+                    if (v := sum(metric(f"http://{ip}:8000/metrics", n) for ip in P + D))}
+    until("no engine holds KV, runs anything or counted a violation", lambda: not left())
+    until("nothing is reserved", lambda: metric("http://127.0.0.1:9090/metrics", "tandem_reservations") == 0)
+
+
+def plain():
+    """The same route without Tandem, /plain."""
+    begin, end = printed.index("apiVersion: gateway.networking.k8s.io/v1\nkind: HTTPRoute"), printed.index("apiVersion: gateway.envoyproxy.io/v1alpha1\nkind: EnvoyExtensionPolicy")
+    return at("plain", printed[begin:end]).replace("plain-calls", "chat-calls")
+
+
+def envoy_process():
+    """The Envoy that Envoy Gateway has started, or that this one has."""
+    parents = {}
+    for p in glob.glob("/proc/[0-9]*/stat"):
+        try:
+            fields = open(p).read()
+            parents[int(fields.split()[0])] = int(fields[fields.rindex(")"):].split()[2])
+        except OSError:
+            pass
+    def below(p):
+        while p in parents and p != gateway:
+            p = parents[p]
+        return p == gateway
+    for p in parents:
+        try:
+            if p != gateway and below(p) and os.path.basename(os.readlink(f"/proc/{p}/exe")) == "envoy":
+                return p
+        except OSError:
+            pass
+    sys.exit("FAIL: Envoy Gateway has started no Envoy")
+
+
+def cpu(paths, n=400, rounds=5):
+    """Microseconds of Envoy's CPU a request of each path, as the median of rounds that take turns. One client, 1 KB."""
+    pid, tick = envoy_process(), os.sysconf("SC_CLK_TCK")
+    spent = lambda: sum(int(v) for v in open(f"/proc/{pid}/stat").read().rsplit(")", 1)[1].split()[11:13]) / tick
+    out = {p: [] for p in paths}
+    for turn in range(-1, rounds):
+        for p in paths:
+            c = http.client.HTTPConnection("127.0.0.1", 18080, timeout=60)
+            before = spent()
+            for i in range(n):
+                body = json.dumps({"model": "tiny", "max_tokens": 6, "messages": [{"role": "user", "content": f"{p} {turn} {i}" + " word" * 200}]})
+                c.request("POST", p + "/v1/chat/completions", body, {"content-type": "application/json"})
+                r = c.getresponse()
+                text = r.read()
+                assert r.status == 200, (p, r.status, text[-200:])
+            c.close()
+            if turn >= 0:
+                out[p].append((spent() - before) / n * 1e6)
+    return {p: statistics.median(v) for p, v in out.items()}
 
 
 good = {"name": "second", "route": {"rule": 1, "strict": True}, "tandem": {"envoy": {"pathPrefixes": ["/second"]}, "pools": [
@@ -155,7 +309,42 @@ invalid = {
     "a rule that is none, route.rule is the number": bad(lambda c: c["route"].update(rule=-1)),
 }
 
-until("Envoy Gateway's Envoy answers", lambda: get("http://127.0.0.1:18080/v1/models")[0] == 200, 120)
+# A Gateway that serves another route, of an engine without Tandem. It is asked all the time.
+gateways = printed[:printed.index("# P's leg is a call")]
+proxy = re.search(r"  dynamicModules:\n(?:  .*\n)*", gateways)[0]
+OTHER = """apiVersion: gateway.envoyproxy.io/v1alpha1
+kind: Backend
+metadata: {name: other, namespace: default}
+spec: {endpoints: [{ip: {address: 127.0.0.51, port: 8000}}]}
+---
+apiVersion: gateway.networking.k8s.io/v1
+kind: HTTPRoute
+metadata: {name: other, namespace: default}
+spec:
+  parentRefs: [{name: chat, sectionName: http}]
+  rules:
+  - matches: [{path: {type: PathPrefix, value: /other}}]
+    backendRefs: [{group: gateway.envoyproxy.io, kind: Backend, name: other}]
+    filters: [{type: URLRewrite, urlRewrite: {path: {type: ReplacePrefixMatch, replacePrefixMatch: /}}}]
+"""
+
+
+def dump():
+    """Envoy's configuration, without when it came."""
+    def plain(v):
+        if isinstance(v, dict):
+            return {k: plain(w) for k, w in v.items() if k not in ("last_updated", "version_info", "client_status")}
+        return sorted((plain(w) for w in v), key=str) if isinstance(v, list) else v
+    return plain(json.loads(get("http://127.0.0.1:19000/config_dump")[1]))
+
+
+put("other", OTHER)
+put("printed", gateways.replace(proxy, ""))
+until("Envoy Gateway's Envoy answers", lambda: get("http://127.0.0.1:18080/other/v1/models")[0] == 200, 120)
+before, other = dump(), Load("/other", "other")
+check("before Tandem", "dynamic_module" not in json.dumps(before))
+put("printed", printed)
+until("the route that Tandem is attached to answers", lambda: post("attached")[0] == 200)
 for size in (50, 40_000, 400_000, 4_000_000):
     for stream in (False, True):
         name = f"one-{size}-{stream}"
@@ -171,6 +360,20 @@ check("400 requests of 16 clients", not wrong, str(wrong[:3]))
 put("second", second(good))
 until("the second route answers", lambda: post("second", path="/second")[0] == 200)
 check("a replica for each route", all(get(f"http://127.0.0.1:9090/{n}/status.json")[0] == 200 for n in ("default.chat", "second")))
+
+put("plain", plain())
+until("the route without Tandem answers", lambda: post("plain", path="/plain")[0] == 200)
+never = json.loads(json.dumps(good))
+never["tandem"]["pools"][0]["split"] = "never"
+put("second", second(never))
+until("the second route splits nothing", lambda: post(name := f"never-{time.monotonic()}", path="/second")[0] == 200 and not hops(["127.0.0.31"], name))
+other.paused = True
+time.sleep(1)
+spent = cpu(["/plain", "/second", ""])
+other.paused = False
+print(f"CPU of Envoy for a request of 1 KB, us: {spent['/plain']:.0f} without Tandem, {spent['/second']:.0f} with Tandem and one hop, {spent['']:.0f} with both hops", flush=True)
+put("second", second(good))
+matrix()
 check("both in the metrics of one port", all(f'replica_name="{n}"' in get("http://127.0.0.1:9090/metrics")[1] for n in ("default.chat", "second")))
 
 for name, config in invalid.items():
@@ -246,6 +449,70 @@ os.remove(d + "/resources/deny.yaml")
 put("printed", printed)
 until("the route has no authorization", lambda: denied() is None)
 
+# Who has no token, or has used up a limit, costs no engine a prompt. Both hops of a request count once.
+def b64(data):
+    return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
+
+
+def token(key):
+    signed = b64(b'{"alg":"HS256","kid":"1"}') + "." + b64(b'{"iss":"tester","sub":"user"}')
+    return "Bearer " + signed + "." + b64(hmac.new(key, signed.encode(), hashlib.sha256).digest())
+
+
+KEY = b"a key that only this test knows, of 32 bytes or more"
+JWT = """apiVersion: gateway.envoyproxy.io/v1alpha1
+kind: SecurityPolicy
+metadata: {name: chat, namespace: default}
+spec:
+  targetRefs: [{group: gateway.networking.k8s.io, kind: HTTPRoute, name: chat}]
+  jwt: {providers: [{name: tester, issuer: tester, localJWKS: {type: Inline, inline: '%s'}}]}
+""" % json.dumps({"keys": [{"kty": "oct", "alg": "HS256", "kid": "1", "k": b64(KEY)}]})
+LIMIT = '  rateLimit: {local: {rules: [{clientSelectors: [{headers: [{name: x-user, value: limited}]}], limit: {requests: 3, unit: Hour}}]}}\n'
+put("jwt", JWT)
+bearer = {"authorization": token(KEY)}
+tried = iter(f"token-{i}" for i in range(10_000))
+until("no request without a token is answered", lambda: post(next(tried))[0] == 401)
+name = next(tried)
+check("JWT: a request without a token, or with a forged one, has reached no engine",
+      post(name)[0] == 401 and post(name, headers={"authorization": token(b"another")})[0] == 401 and not hops(P + D, name))
+status, text, _ = post(name, headers=bearer)
+check("JWT: one with a token is split", whole(status, text, False) and len(hops(P, name)) == len(hops(D, name)) == 1, f"{status} {text[-200:]}")
+put("printed", printed.replace("  # Nothing is retried", LIMIT + "  # Nothing is retried", 1))
+until("a local rate limit is in force", lambda: post(next(tried), headers={**bearer, "x-user": "limited"})[0] == 429)
+put("printed", printed.replace("  # Nothing is retried", LIMIT.replace("limited", "again") + "  # Nothing is retried", 1))
+until("the limit is another user's", lambda: post(next(tried), headers={**bearer, "x-user": "limited"})[0] == 200)
+names = [f"again-{i}" for i in range(5)]
+got = [post(n, headers={**bearer, "x-user": "again"})[0] for n in names]
+check("local rate limit: both hops count once, and what is refused has reached no engine",
+      got == [200, 200, 200, 429, 429] and [len(hops(P, n)) for n in names] == [1, 1, 1, 0, 0], f"{got}")
+os.remove(d + "/resources/jwt.yaml")
+put("printed", printed)
+until("the route takes requests without a token", lambda: post(next(tried))[0] == 200)
+
+# Engines with https, which Envoy verifies by a BackendTLSPolicy. Calls are not strict there.
+put("https", at("https", open(d + "/https.yaml").read()))
+tried = iter(f"https-{i}" for i in range(10_000))
+until("a route to https engines answers", lambda: post(next(tried), path="/https")[0] == 200)
+for i in range(20):
+    name = next(tried)
+    status, text, _ = post(name, 40_000, i % 2 == 1, path="/https")
+    p, q = (hops([f"127.0.0.{role}{n}" for n in (1, 2)], name, "https") for role in (7, 8))
+    if not whole(status, text, i % 2 == 1) or len(p) != 1 or len(q) != 1 or not q[0].get("external_tokens"):
+        check(f"https engines: request {i}", False, f"{status} P {len(p)} D {len(q)} {text[-200:]}")
+check("https engines: 20 requests, both hops each", True)
+put("https", at("https", open(d + "/https.yaml").read()).replace("hostname: engines.test", "hostname: other.test"))
+until("https engines whose certificate has another name are not used", lambda: post(next(tried), path="/https")[0] == 503)
+os.remove(d + "/resources/https.yaml")
+
 wrong = many(600, 8, "killed", pids)
 check("600 requests while a D and a P are killed", not wrong, str(wrong[:3]))
+
+for name in ("second", "plain"):
+    os.remove(f"{d}/resources/{name}.yaml")
+put("printed", re.sub(r"---\napiVersion: gateway.envoyproxy.io/v1alpha1\nkind: EnvoyExtensionPolicy\n(?:.|\n)*", "", printed))
+tried = iter(f"without-{i}" for i in range(10_000))
+until("without the policy D answers alone", alone)
+put("printed", gateways.replace(proxy, ""))
+until("Envoy's configuration is as before Tandem", lambda: dump() == before)
+check("the other route, while Tandem was attached, used and taken off again", not other.end(), f"{other.n} requests, wrong {other.wrong[:2]}")
 print("all is well")

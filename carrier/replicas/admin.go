@@ -66,7 +66,7 @@ func (a *admin) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		promhttp.HandlerFor(gather, promhttp.HandlerOpts{EnableOpenMetrics: true}).ServeHTTP(w, r)
 		return
 	}
-	name, rest, found := strings.Cut(strings.TrimPrefix(r.URL.Path, "/"), "/")
+	name, _, found := strings.Cut(strings.TrimPrefix(r.URL.Path, "/"), "/")
 	if one := running[name]; one != nil {
 		if !found {
 			http.Redirect(w, r, "/"+name+"/", http.StatusFound) //nolint:gosec // the name of a replica
@@ -82,7 +82,7 @@ func (a *admin) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	if r.URL.Path != "/" {
-		http.Error(w, "no replica of this process has that name; "+rest, http.StatusNotFound)
+		http.Error(w, "no replica of this process has that name", http.StatusNotFound)
 		return
 	}
 	index(w, running, refused)

@@ -76,7 +76,7 @@ func (c *cluster) prefills(role string) int { return c.prefillsIn("llm", role) }
 // prefillsIn is prefills of the engines in a namespace.
 func (c *cluster) prefillsIn(namespace, role string) (n int) {
 	c.t.Helper()
-	pods := "kubectl get pods -n " + namespace + " -l app.kubernetes.io/name=tandem-engine, llm-d.ai/role=" + role + " -o jsonpath='{.items[*].status.podIP}'"
+	pods := "kubectl get pods -n " + namespace + " -l app.kubernetes.io/name=tandem-engine,llm-d.ai/role=" + role + " -o jsonpath='{.items[*].status.podIP}'"
 	for ip := range strings.FieldsSeq(c.must(pods)) {
 		resp, err := c.client.Get("http://" + ip + ":8000/sim/requests")
 		if err != nil { // it starts or ends
