@@ -97,7 +97,7 @@ func EnvoyGatewayModule(c *configv1.Config, o ModuleOptions) ([]byte, error) {
 			"Envoy Gateway makes a cluster that fails a part of all requests; print each pool by itself, with a route of its own")
 	}
 	m.Proxy = fmt.Sprintf(proxySpec, o.Library)
-	m.Comment = "#  " + strings.ReplaceAll(m.Proxy, "\n", "\n#  ")
+	m.Comment = "#   " + strings.ReplaceAll(m.Proxy, "\n", "\n#   ")
 	indent := "        "
 	if o.File != "" {
 		indent = "    "

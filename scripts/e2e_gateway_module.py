@@ -1,9 +1,19 @@
 """e2e_gateway_module.py DIR GATEWAY PID...: what scripts/e2e-gateway-module.sh checks. DIR has the resources, GATEWAY is the process of
 Envoy Gateway, and PIDs are engines to kill."""
-import base64, glob, hashlib, hmac, http.client, json, os, re, signal, ssl, statistics, sys, threading, time, urllib.error, urllib.request
+import base64, collections, glob, hashlib, hmac, http.client, json, os, re, signal, ssl, statistics, sys, threading, time, urllib.error, urllib.request
 
 d, gateway, pids = sys.argv[1], int(sys.argv[2]), [int(p) for p in sys.argv[3:]]
-printed = open(d + "/printed.yaml").read()
+# Envoy's overload manager as Envoy Gateway sets it for a container whose memory is limited to 250 MB.
+HEAP = """  bootstrap:
+    type: JSONPatch
+    jsonPatches:
+    - {op: add, path: /overload_manager/resource_monitors/-, value: {name: envoy.resource_monitors.fixed_heap, typed_config: {
+        "@type": type.googleapis.com/envoy.extensions.resource_monitors.fixed_heap.v3.FixedHeapConfig, max_heap_size_bytes: 200000000}}}
+    - {op: add, path: /overload_manager/actions, value: [
+        {name: envoy.overload_actions.shrink_heap, triggers: [{name: envoy.resource_monitors.fixed_heap, threshold: {value: 0.95}}]},
+        {name: envoy.overload_actions.stop_accepting_requests, triggers: [{name: envoy.resource_monitors.fixed_heap, threshold: {value: 0.98}}]}]}
+"""
+printed = open(d + "/printed.yaml").read().replace("  provider:", HEAP + "  provider:", 1)
 P, D, ALONE = ["127.0.0.11", "127.0.0.12"], ["127.0.0.21", "127.0.0.22"], "127.0.0.51"
 
 
@@ -53,7 +63,8 @@ def hops(ips, name, scheme="http"):
     return out
 
 
-def until(what, is_so, limit=60):
+def until(what, is_so, limit=300):
+    # for each change Envoy Gateway reads and validates all resources again: seconds of a core
     end = time.monotonic() + limit
     while time.monotonic() < end:
         if is_so():
@@ -329,20 +340,25 @@ spec:
 """
 
 
+def admin():
+    """The address of Envoy's own administration."""
+    return open(max(glob.glob(d + "/**/admin-address.txt", recursive=True), key=os.path.getmtime)).read().strip()
+
+
 def dump():
     """Envoy's configuration, without when it came."""
     def plain(v):
         if isinstance(v, dict):
             return {k: plain(w) for k, w in v.items() if k not in ("last_updated", "version_info", "client_status")}
         return sorted((plain(w) for w in v), key=str) if isinstance(v, list) else v
-    return plain(json.loads(get("http://127.0.0.1:19000/config_dump")[1]))
+    return plain(json.loads(get(f"http://{admin()}/config_dump")[1]))
 
 
 put("other", OTHER)
 put("printed", gateways.replace(proxy, ""))
-until("Envoy Gateway's Envoy answers", lambda: get("http://127.0.0.1:18080/other/v1/models")[0] == 200, 120)
+until("Envoy Gateway's Envoy answers", lambda: get("http://127.0.0.1:18080/other/v1/models")[0] == 200)
 before, other = dump(), Load("/other", "other")
-check("before Tandem", "dynamic_module" not in json.dumps(before))
+check("before Tandem", "libtandem" not in json.dumps(before))
 put("printed", printed)
 until("the route that Tandem is attached to answers", lambda: post("attached")[0] == 200)
 for size in (50, 40_000, 400_000, 4_000_000):
@@ -404,7 +420,7 @@ def alone():
     return post(name)[0] == 200 and not hops(P, name)
 
 
-until("the policy's change is in force", alone, 30)
+until("the policy's change is in force", alone)
 put("printed", printed)
 t.join()
 check("a stream outlives two changes of its policy", whole(stream["status"], stream["text"], True))
@@ -488,6 +504,34 @@ check("local rate limit: both hops count once, and what is refused has reached n
 os.remove(d + "/resources/jwt.yaml")
 put("printed", printed)
 until("the route takes requests without a token", lambda: post(next(tried))[0] == 200)
+
+# More bodies at once than Envoy may hold: its overload manager refuses requests, and nothing else is lost.
+other.paused = True
+got = collections.Counter()
+
+
+def large(i):
+    try:
+        status, text, _ = post(f"large-{i}", 4_000_000, timeout=120)
+        got[(status, "" if whole(status, text, False) else text[-200:])] += 1
+    except (OSError, http.client.HTTPException) as e:
+        got[repr(e)] += 1
+
+
+def overload():
+    batch = [threading.Thread(target=large, args=(i,)) for i in range(64)]
+    [t.start() for t in batch], [t.join() for t in batch]
+    return (503, "envoy overloaded") in got
+
+
+until("the overload manager refuses requests", overload)
+check("memory under an overload manager", set(got) == {(200, ""), (503, "envoy overloaded")}, str(dict(got)))
+until("all is served again", lambda: post(next(tried))[0] == 200)
+memory = json.loads(get(f"http://{admin()}/memory")[1])
+status = dict(line.split(":\t", 1) for line in open(f"/proc/{envoy_process()}/status") if ":\t" in line)
+go = metric("http://127.0.0.1:9090/metrics", "go_memstats_sys_bytes")
+print(f"Envoy has allocated {int(memory['allocated']) >> 20} MiB, Go has {int(go) >> 20} MiB; resident {status['VmRSS'].strip()}, at most {status['VmHWM'].strip()}", flush=True)
+other.paused = False
 
 # Engines with https, which Envoy verifies by a BackendTLSPolicy. Calls are not strict there.
 put("https", at("https", open(d + "/https.yaml").read()))

@@ -303,7 +303,7 @@ provider:
         {{- if or (dig "limits" "memory" "" .Values.resources) .Values.gateway.operator .Values.extraEnv }}
         env:
         {{- with dig "limits" "memory" "" .Values.resources }}
-        - {name: GOMEMLIMIT, value: "{{ div (include "tandem.goMemory" .) 2 }}"}   # the rest is for Envoy's buffers
+        - {name: GOMEMLIMIT, value: "{{ div (include "tandem.goMemory" .) 5 }}"}   # Envoy Gateway lets Envoy's own heap grow to 80 %
         {{- end }}
         {{- if .Values.gateway.operator }}
         - {name: TANDEM_OPERATOR, value: /etc/tandem/operator.yaml}
