@@ -47,7 +47,7 @@ func TestEnvoyGatewayModule(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, []string{"Backend", "HTTPRoute", "BackendTrafficPolicy", "EnvoyExtensionPolicy"}, kinds(text))
 	require.Contains(t, text, "- {name: d, port: 8001}")
-	require.Contains(t, text, "#    filterOrder:")
+	require.Contains(t, text, "#     filterOrder:")
 
 	text, err = printed(listed, ModuleOptions{Config: []byte(listed), File: "/etc/tandem/tandem.yaml"})
 	require.NoError(t, err)
