@@ -400,11 +400,12 @@ func TestHelmModule(t *testing.T) {
 		require.Empty(t, mistakes(t, known, rendered))
 		require.Contains(t, rendered, "passwordFile: /etc/tandem-redis/password")
 	})
+	const pool = "config.pools[0].name=chat,config.pools[0].kvTransfer=nixl,config.pools[0].discovery.dns[0]."
 	for wrong, why := range map[string]string{
 		"gateway.class=eg": "is found by labels", "gateway.mode=modul": "mode", "gateway.attach=web": "NAME/SECTION",
 		"envoy.enabled=true": "another Envoy", "envoyGateway.enabled=true": "another way", "serviceMonitor.enabled=true": "PodMonitor",
-		"config.pools[0].discovery.kubernetes=null,config.pools[0].discovery.dns[0].name=d.other.svc,config.pools[0].discovery.dns[0].role=decode,config.pools[0].discovery.dns[0].port=1": "another namespace",
-		"config.pools[0].discovery.kubernetes=null,config.pools[0].discovery.dns[0].name=p.llm.svc,config.pools[0].discovery.dns[0].role=prefill,config.pools[0].discovery.dns[0].port=1":  "one headless Service",
+		pool + "name=d.other.svc,config.pools[0].discovery.dns[0].role=decode,config.pools[0].discovery.dns[0].port=1": "another namespace",
+		pool + "name=p.llm.svc,config.pools[0].discovery.dns[0].role=prefill,config.pools[0].discovery.dns[0].port=1":  "one headless Service",
 	} {
 		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 		text, err := exec.CommandContext(ctx, helm, "template", "router", "helm/tandem", "--namespace", "llm", "--kube-version", "1.36",

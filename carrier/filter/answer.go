@@ -188,6 +188,7 @@ func (f *Filter) planAgain(failed func() kvtransfer.Ticket) bool {
 	next := failed()
 	key := f.s.putRestart(&attempt{next, f.id, f.reservedAs, f.hop.trace, f.began, f.got.explained})
 	f.envoy.SetHeader(headerAttempt, key)
+	f.asItCame()
 	was := f.state
 	f.state = journey.Handed // Envoy may end this filter before Restart returns
 	ok := f.envoy.Restart()

@@ -189,6 +189,7 @@ type routed struct {
 	lacks   []string // endpoints that this cluster lacks
 	instead string   // where a call goes that names one of them
 	forgets bool     // no body is kept: the route has no retry policy
+	rewrite string   // the path that the route makes of any; "": as it came
 	called  []string // clusters
 	firsts  []string // endpoints of calls that only have them looked up
 }
@@ -236,6 +237,9 @@ func (c *client) Continue(anew bool) {
 	at := c.to
 	if require.Equal(c.tb, c.route == nil, anew); anew {
 		at = c.header("x-gateway-destination-endpoint")
+	}
+	if c.rewrite != "" {
+		c.SetHeader(":path", c.rewrite)
 	}
 	c.sent, c.got = append(c.sent, at), slices.Clone(c.body)
 	require.Equal(c.tb, strconv.Itoa(len(c.body)), c.header("content-length"))
@@ -411,6 +415,7 @@ func (c *client) Answer(headers []Header, body []byte) {
 func (c *client) Restart() bool {
 	old := c.filter
 	c.calls = nil // they end with it
+	require.NotEqual(c.tb, cmp.Or(c.rewrite, "none"), c.header(":path"), "Envoy looks the route up again")
 	if c.overloaded {
 		c.status, c.details = 503, "overload"
 		old.Complete()

@@ -123,6 +123,19 @@ func (f *Filter) arrives() {
 	}
 }
 
+// asItCame undoes what the route has made of the path and the host on the request's way to D (HTTPRoute's URLRewrite, the
+// name of an https engine). Envoy looks the route up again for a request that begins again, and would find another one.
+func (f *Filter) asItCame() {
+	if f.route == nil {
+		return
+	}
+	for _, name := range []string{":path", ":authority"} {
+		if came := f.head.get(name); came != "" {
+			f.envoy.SetHeader(name, came)
+		}
+	}
+}
+
 // bodyMargin is what a body may grow by on its way, in bytes.
 const bodyMargin = 1 << 20
 

@@ -49,12 +49,13 @@ func TestAnothersRoute(t *testing.T) {
 	}
 }
 
-// A decode endpoint that the route's cluster lacks gets nothing, and is not chosen again for a while.
+// A decode endpoint that the route's cluster lacks gets nothing, and is not chosen again for a while. The request begins
+// again on the route that it came on, although that has given it another path by then.
 func TestTheRoutesClusterLacksAnEndpoint(t *testing.T) {
 	f := newFleet(t, always)
 	ask := func() *client {
 		c := newClient(t, f, named, chat)
-		c.route, c.lacks = &Route{Strict: true}, []string{"10.0.2.1:8000"}
+		c.route, c.lacks, c.rewrite = &Route{Strict: true}, []string{"10.0.2.1:8000"}, "/elsewhere"
 		c.run()
 		require.Equal(t, 200, c.status, c.reply)
 		require.Equal(t, "10.0.2.2:8000", c.sent[len(c.sent)-1])
