@@ -244,18 +244,45 @@ func (o *Recorded) cut(blockBytes int) {
 		}
 	}
 	o.shared = sharedBy(o.Turns, func(t *RecordedTurn) []uint64 { return t.Blocks })
+	o.parts(tokens, bytes, blockBytes)
+}
+
+// parts finds where the beginnings end that several conversations share, such as a system prompt: within a block of the
+// recording. Where exactly is the number of tokens that most of their requests found in a cache; if the recording has no
+// such numbers, the middle of the block.
+func (o *Recorded) parts(tokens, bytes map[string]float64, blockBytes int) {
 	small := sharedBy(o.Turns, func(t *RecordedTurn) []uint64 { return t.Was.Blocks })
+	shared, perBlock := make([]int, len(o.Turns)), make([]float64, len(o.Turns))
+	found := map[uint64]map[int]int{} // by the last shared block: how many requests found so many tokens
 	for i := range o.Turns {
-		t := &o.Turns[i]
-		n := 0
-		for n < len(t.Was.Blocks) && small[t.Was.Blocks[n]] {
+		q := o.Turns[i].Was
+		n, per := 0, tokens[q.Model]/max(bytes[q.Model], 1)*float64(blockBytes)
+		for n < len(q.Blocks) && small[q.Blocks[n]] {
 			n++
 		}
-		perBlock := tokens[t.Was.Model] / max(bytes[t.Was.Model], 1) * float64(blockBytes)
-		// where they part lies anywhere in the next block
-		if all := min(int((float64(n)+.5)*perBlock), t.Input-1); n > 0 && all > 0 {
-			t.Part = engine.Part{Behind: all / engine.BlockTokens, Tokens: all % engine.BlockTokens,
-				ID: t.Was.Blocks[n-1]}
+		shared[i], perBlock[i] = n, per
+		if blocks := float64(q.Cached) / max(per, 1); n > 0 && blocks >= float64(n) && blocks < float64(n+1) {
+			id := q.Blocks[n-1]
+			if found[id] == nil {
+				found[id] = map[int]int{}
+			}
+			found[id][int(q.Cached)]++
+		}
+	}
+	for i := range o.Turns {
+		t, n := &o.Turns[i], shared[i]
+		if n == 0 {
+			continue
+		}
+		id := t.Was.Blocks[n-1]
+		all, most := int((float64(n)+.5)*perBlock[i]), 0
+		for _, cached := range slices.Sorted(maps.Keys(found[id])) {
+			if count := found[id][cached]; count > most {
+				all, most = cached, count
+			}
+		}
+		if all = min(all, t.Input-1); all > 0 {
+			t.Part = engine.Part{Behind: all / engine.BlockTokens, Tokens: all % engine.BlockTokens, ID: id}
 		}
 	}
 }

@@ -84,6 +84,30 @@ func TestRecorded(t *testing.T) {
 	require.Empty(t, Off(m, r), "what nobody measured is not off")
 }
 
+// Where a beginning ends that all share lies within a block of the recording: the tokens that most requests found in a
+// cache say where, else it is the middle of the block.
+func TestWhereASharedBeginningEnds(t *testing.T) {
+	for _, test := range []struct {
+		cached func(i int) int64
+		want   int
+	}{
+		{func(int) int64 { return 2096 }, 2096},
+		{func(i int) int64 { return []int64{2096, 2096, 2048, 9000, -1}[i%5] }, 2096},
+		{func(int) int64 { return -1 }, 2048 + 64},
+		{func(int) int64 { return 0 }, 2048 + 64},
+	} {
+		r := recorded(t, 20, 1, 1)
+		for i := range r.Requests {
+			r.Requests[i].Cached = test.cached(i)
+		}
+		o, err := LoadRecorded(r, "")
+		require.NoError(t, err)
+		for _, turn := range o.Turns {
+			require.Equal(t, test.want, turn.Part.Behind*512+turn.Part.Tokens)
+		}
+	}
+}
+
 // What a recording says is what is played: one conversation in five stands for five, which share what all share.
 func TestSampleIsScaledBack(t *testing.T) {
 	all, err := LoadRecorded(recorded(t, 100, 3, 1), "chat")

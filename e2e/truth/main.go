@@ -197,24 +197,26 @@ func (t *truth) record(ctx context.Context, fleet string, advise bool) (*report,
 	return r, json.Unmarshal(text, r)
 }
 
-// profile measures an engine as the fleet's are, as an operator would.
+// profile measures a pair of engines as the fleet's are, as an operator would.
 func (t *truth) profile(ctx context.Context, dir, file string) error {
-	at, letGo, err := loopback.Take(2)
+	at, letGo, err := loopback.Take(4)
 	if err != nil {
 		return err
 	}
 	letGo()
 	group := &process.Group{Dir: dir}
 	defer group.Stop()
-	e, err := group.Start("profiled", nil, "bin/enginesim", t.engine(at[0], at[1], "both")...)
-	if err != nil {
-		return err
+	for i, name := range []string{"profiled", "profiled-decode"} {
+		e, err := group.Start(name, nil, "bin/enginesim", t.engine(at[2*i], at[2*i+1], "both")...)
+		if err != nil {
+			return err
+		}
+		if err := e.Wait(ctx, "http://"+at[2*i]+"/health"); err != nil {
+			return err
+		}
 	}
-	if err := e.Wait(ctx, "http://"+at[0]+"/health"); err != nil {
-		return err
-	}
-	text, err := exec.CommandContext(ctx, "bin/tandem", "profile", at[0], "--to", file, "--longest", "8192", "--most",
-		"16", "--within", times(t.slow, 30*time.Second).String()).CombinedOutput()
+	text, err := exec.CommandContext(ctx, "bin/tandem", "profile", at[0], "--decode", at[2], "--kv-transfer", "nixl",
+		"--to", file, "--longest", "8192", "--most", "16", "--within", times(t.slow, 30*time.Second).String()).CombinedOutput()
 	if err != nil {
 		return fmt.Errorf("profiling: %w: %s", err, text)
 	}
