@@ -408,6 +408,9 @@ func TestHelmModule(t *testing.T) {
 		pool + "name=p.llm.svc,config.pools[0].discovery.dns[0].role=prefill,config.pools[0].discovery.dns[0].port=1":  "one headless Service",
 	} {
 		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+		if strings.HasPrefix(wrong, "config.pools[0]") { // Helm sets an element anew
+			wrong += ",config.pools[0].name=chat,config.pools[0].kvTransfer=nixl"
+		}
 		text, err := exec.CommandContext(ctx, helm, "template", "router", "helm/tandem", "--namespace", "llm", "--kube-version", "1.36",
 			"--set", "gateway.mode=module,"+wrong).CombinedOutput()
 		cancel()
