@@ -14,7 +14,8 @@ TEST_TIMEOUT ?= 19m
 TESTFLAGS ?=
 # Tests that run at once in a package: most of e2e wait for something.
 PARALLEL ?= 10
-SEQUENTIAL := . ./docs ./extproc/openai ./picker ./picker/admission ./replay
+SEQUENTIAL := . ./deploy ./docs ./envoy-configs ./extproc/migration ./extproc/openai ./picker ./picker/admission \
+              ./picker/roles ./replay ./replay/report
 SUITE ?= full shared engines roles agents
 SPEED := 'TestRouted|TestBookings|TestEveryEndpoint|TestWhoWait|TestSpending|TestTicketsAreSpent|TestStartWithoutRedis|TestHundred|TestReplicasKnow|TestKilledReplicasBookings|TestFourReplicas|TestABurst|TestLateBinding|TestSpeedsAreLearned'
 

@@ -247,9 +247,9 @@ func (o *Recorded) cut(blockBytes int) {
 	o.parts(tokens, bytes, blockBytes)
 }
 
-// parts finds where the beginnings end that several conversations share, such as a system prompt: within a block of the
-// recording. Where exactly is the number of tokens that most of their requests found in a cache; if the recording has no
-// such numbers, the middle of the block.
+// parts finds where the beginnings end that several conversations share, such as a system prompt: within a block of
+// the recording. Where exactly is the number of tokens that most of their requests found in a cache; if the recording
+// has no such numbers, the middle of the block.
 func (o *Recorded) parts(tokens, bytes map[string]float64, blockBytes int) {
 	small := sharedBy(o.Turns, func(t *RecordedTurn) []uint64 { return t.Was.Blocks })
 	shared, perBlock := make([]int, len(o.Turns)), make([]float64, len(o.Turns))

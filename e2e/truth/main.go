@@ -216,7 +216,8 @@ func (t *truth) profile(ctx context.Context, dir, file string) error {
 		}
 	}
 	text, err := exec.CommandContext(ctx, "bin/tandem", "profile", at[0], "--decode", at[2], "--kv-transfer", "nixl",
-		"--to", file, "--longest", "8192", "--most", "16", "--within", times(t.slow, 30*time.Second).String()).CombinedOutput()
+		"--to", file, "--longest", "8192", "--most", "16",
+		"--within", times(t.slow, 30*time.Second).String()).CombinedOutput()
 	if err != nil {
 		return fmt.Errorf("profiling: %w: %s", err, text)
 	}

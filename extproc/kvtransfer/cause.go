@@ -30,8 +30,8 @@ type Cause struct {
 	At    func(*Ticket) string // the endpoint that failed; nil: none did
 	Words string
 	Lost  bool // P's work is lost, so the pool's policy for failed prefills decides what follows
-	// DecodeFailed: the decode leg failed before its answer began. Another D is tried while there is time for it, and the
-	// pair is avoided if D had KV to load.
+	// DecodeFailed: the decode leg failed before its answer began. Another D is tried while there is time for it, and
+	// the pair is avoided if D had KV to load.
 	DecodeFailed bool
 }
 

@@ -111,8 +111,8 @@ func (s *Stream) passMessage(dst, raw []byte, data span) []byte {
 	return out.apply(dst, raw)
 }
 
-// settle deals with the reason for which an event of messages or of responses cannot be followed, if it has one: a joined
-// answer, or one whose engine has failed, is broken off; any other one is given up, and passes.
+// settle deals with the reason for which an event of messages or of responses cannot be followed, if it has one: a
+// joined answer, or one whose engine has failed, is broken off; any other one is given up, and passes.
 func (s *Stream) settle(dst, raw []byte, valid bool, reason Reason) (_ []byte, passes bool) {
 	switch {
 	case reason != "" && s.joined, reason == Failed && s.reason == "":

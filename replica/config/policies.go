@@ -125,7 +125,8 @@ func ForPolicy(text []byte) ([]byte, error) {
 			kept = append(kept, top.Content[i:i+2]...)
 		} else if prefixes := Member(top.Content[i+1], "pathPrefixes"); prefixes != nil {
 			name := &yaml3.Node{Kind: yaml3.ScalarNode, Value: "pathPrefixes"}
-			kept = append(kept, top.Content[i], &yaml3.Node{Kind: yaml3.MappingNode, Content: []*yaml3.Node{name, prefixes}})
+			paths := &yaml3.Node{Kind: yaml3.MappingNode, Content: []*yaml3.Node{name, prefixes}}
+			kept = append(kept, top.Content[i], paths)
 		}
 	}
 	top.Content = kept
