@@ -124,7 +124,8 @@ func (f *Filter) arrives() {
 }
 
 // asItCame undoes what the route has made of the path and the host on the request's way to D (HTTPRoute's URLRewrite,
-// the name of an https engine). Envoy looks the route up again for a request that begins again, and would find another one.
+// the name of an https engine). Envoy looks the route up again for a request that begins again, and would find another
+// one.
 func (f *Filter) asItCame() {
 	if f.route == nil {
 		return
