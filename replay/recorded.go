@@ -216,18 +216,21 @@ func (o *Recorded) cut(blockBytes int) {
 		tokens[q.Model] += float64(q.Prompt)
 		bytes[q.Model] += float64(q.Bytes)
 	}
+	perBlock := func(model string) float64 {
+		return tokens[model] / max(bytes[model], 1) * float64(blockBytes)
+	}
 	unique := uint64(1) << 62
 	grown := make([]int, len(o.Turns)) // the first turn that extends it
 	for i := len(o.Turns) - 1; i >= 0; i-- {
 		t := &o.Turns[i]
-		perBlock := tokens[t.Was.Model] / max(bytes[t.Was.Model], 1) * float64(blockBytes)
+		ofBlock := max(perBlock(t.Was.Model), 1)
 		count := func(n int) int { return (n + engine.BlockTokens - 1) / engine.BlockTokens }
 		var later []uint64
 		if j := grown[i]; j > 0 {
 			later = o.Turns[j].Blocks
 		}
 		for g := range count(t.Input + t.Output) {
-			at := int(math.Ceil(float64((g+1)*engine.BlockTokens)/max(perBlock, 1))) - 1
+			at := int(math.Ceil(float64((g+1)*engine.BlockTokens)/ofBlock)) - 1
 			switch {
 			case at < len(t.Was.Blocks) && g < t.Input/engine.BlockTokens:
 				t.Kept = append(t.Kept, t.Was.Blocks[at])
@@ -244,24 +247,24 @@ func (o *Recorded) cut(blockBytes int) {
 		}
 	}
 	o.shared = sharedBy(o.Turns, func(t *RecordedTurn) []uint64 { return t.Blocks })
-	o.parts(tokens, bytes, blockBytes)
+	o.parts(perBlock)
 }
 
 // parts finds where the beginnings end that several conversations share, such as a system prompt: within a block of
 // the recording. Where exactly is the number of tokens that most of their requests found in a cache; if the recording
-// has no such numbers, the middle of the block.
-func (o *Recorded) parts(tokens, bytes map[string]float64, blockBytes int) {
+// has no such numbers, the middle of the block. perBlock is how many tokens of a model a block stands for.
+func (o *Recorded) parts(perBlock func(model string) float64) {
 	small := sharedBy(o.Turns, func(t *RecordedTurn) []uint64 { return t.Was.Blocks })
-	shared, perBlock := make([]int, len(o.Turns)), make([]float64, len(o.Turns))
+	shared := make([]int, len(o.Turns))
 	found := map[uint64]map[int]int{} // by the last shared block: how many requests found so many tokens
 	for i := range o.Turns {
-		q := o.Turns[i].Was
-		n, per := 0, tokens[q.Model]/max(bytes[q.Model], 1)*float64(blockBytes)
+		q, n := o.Turns[i].Was, 0
 		for n < len(q.Blocks) && small[q.Blocks[n]] {
 			n++
 		}
-		shared[i], perBlock[i] = n, per
-		if blocks := float64(q.Cached) / max(per, 1); n > 0 && blocks >= float64(n) && blocks < float64(n+1) {
+		shared[i] = n
+		blocks := float64(q.Cached) / max(perBlock(q.Model), 1)
+		if n > 0 && blocks >= float64(n) && blocks < float64(n+1) {
 			id := q.Blocks[n-1]
 			if found[id] == nil {
 				found[id] = map[int]int{}
@@ -269,22 +272,35 @@ func (o *Recorded) parts(tokens, bytes map[string]float64, blockBytes int) {
 			found[id][int(q.Cached)]++
 		}
 	}
+	ends := map[uint64]int{}
+	for id, counts := range found {
+		ends[id] = mostFrequent(counts)
+	}
 	for i := range o.Turns {
 		t, n := &o.Turns[i], shared[i]
 		if n == 0 {
 			continue
 		}
 		id := t.Was.Blocks[n-1]
-		all, most := int((float64(n)+.5)*perBlock[i]), 0
-		for _, cached := range slices.Sorted(maps.Keys(found[id])) {
-			if count := found[id][cached]; count > most {
-				all, most = cached, count
-			}
+		all, known := ends[id]
+		if !known {
+			all = int((float64(n) + .5) * perBlock(t.Was.Model))
 		}
 		if all = min(all, t.Input-1); all > 0 {
 			t.Part = engine.Part{Behind: all / engine.BlockTokens, Tokens: all % engine.BlockTokens, ID: id}
 		}
 	}
+}
+
+// mostFrequent returns the number that was counted most often, the least of several.
+func mostFrequent(counts map[int]int) (n int) {
+	most := 0
+	for _, value := range slices.Sorted(maps.Keys(counts)) {
+		if counts[value] > most {
+			n, most = value, counts[value]
+		}
+	}
+	return n
 }
 
 // sharedBy returns the blocks that several conversations have.

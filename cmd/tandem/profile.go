@@ -2,7 +2,6 @@ package main
 
 import (
 	"bufio"
-	"cmp"
 	"context"
 	"encoding/hex"
 	"encoding/json"
@@ -139,15 +138,18 @@ func (m *measuring) measure(ctx context.Context, progress io.Writer) (*profile.P
 	return p, nil
 }
 
-// least measures a time three times. The least counts: nothing makes an engine faster than it is.
-func least(measure func() (time.Duration, error)) (best time.Duration, err error) {
-	for i := range 3 {
+// least measures times three times. The least of each counts: nothing makes an engine faster than it is.
+func least(measure func() (answered, error)) (best answered, err error) {
+	for range 3 {
 		took, err := measure()
 		if err != nil {
-			return 0, err
+			return nil, err
 		}
-		if i == 0 || took < best {
+		if best == nil {
 			best = took
+		}
+		for i := range min(len(best), len(took)) {
+			best[i] = min(best[i], took[i])
 		}
 	}
 	return best, nil
@@ -156,21 +158,15 @@ func least(measure func() (time.Duration, error)) (best time.Duration, err error
 // prompts measures prompts of some lengths.
 func (m *measuring) prompts(ctx context.Context, until time.Time, p *profile.Profile, progress io.Writer) error {
 	for n := 256; n <= m.longest && time.Now().Before(until); n *= 2 {
-		best, err := least(func() (time.Duration, error) {
-			a, err := m.ask(ctx, unknown(n), 1)
-			if err != nil {
-				return 0, err
-			}
-			return a[0], nil
-		})
+		best, err := least(func() (answered, error) { return m.ask(ctx, unknown(n), 1) })
 		switch {
 		case err != nil && len(p.Prefill) >= 2: // longer than its context
 			return nil
 		case err != nil:
 			return err
 		}
-		p.Prefill = append(p.Prefill, profile.Prefill{Tokens: n, Seconds: best.Seconds()})
-		fmt.Fprintf(progress, "a prompt of %d tokens: %.3f s\n", n, best.Seconds())
+		p.Prefill = append(p.Prefill, profile.Prefill{Tokens: n, Seconds: best[0].Seconds()})
+		fmt.Fprintf(progress, "a prompt of %d tokens: %.3f s\n", n, best[0].Seconds())
 	}
 	return nil
 }
@@ -180,25 +176,21 @@ func (m *measuring) prompts(ctx context.Context, until time.Time, p *profile.Pro
 func (m *measuring) transfers(ctx context.Context, until time.Time, p *profile.Profile, progress io.Writer) error {
 	longest := p.Prefill[len(p.Prefill)-1].Tokens // what its context has room for
 	for n := 256; n <= longest && (time.Now().Before(until) || len(p.Transfers) < 2); n *= 4 {
-		with, without, err := m.transfer(ctx, n)
-		for range 2 { // the least counts, as of prompts
-			a, b, e := m.transfer(ctx, n)
-			with, without, err = min(with, a), min(without, b), cmp.Or(err, e)
-		}
+		best, err := least(func() (answered, error) { return m.transfer(ctx, n) })
 		if err != nil {
 			return err
 		}
-		took := max((with - without).Seconds(), 1e-6)
+		took := max((best[0] - best[1]).Seconds(), 1e-6)
 		p.Transfers = append(p.Transfers, profile.Transfer{Tokens: n, Seconds: took})
 		fmt.Fprintf(progress, "KV of %d tokens to %s: %.1f ms\n", n, m.decode.Addr, 1000*took)
 	}
 	return nil
 }
 
-// transfer makes both legs of a request, as Tandem and Envoy do, and the second one again, and returns how long the first
-// token took with the transfer of KV and without. A step is part of both: an engine may have a shorter one for a prompt
-// whose KV it has.
-func (m *measuring) transfer(ctx context.Context, tokens int) (with, without time.Duration, err error) {
+// transfer makes both legs of a request, as Tandem and Envoy do, and the second one again, and returns how long the
+// first token took with the transfer of KV, and without. A step is part of both: an engine may have a shorter one for a
+// prompt whose KV it has.
+func (m *measuring) transfer(ctx context.Context, tokens int) (answered, error) {
 	pair := kvtransfer.Pair{Prefill: kvtransfer.Side{Addr: m.engine.Addr}, Decode: kvtransfer.Side{Addr: m.decode.Addr}}
 	for i := range pair.Attempt {
 		pair.Attempt[i] = byte(rand.Uint32())
@@ -206,41 +198,41 @@ func (m *measuring) transfer(ctx context.Context, tokens int) (with, without tim
 	pair.RequestID = "profile-" + hex.EncodeToString(pair.Attempt[:])
 	body, err := m.body(unknown(tokens+1), 4) // so that its blocks are full but for one token, which is computed both times
 	if err != nil {
-		return 0, 0, err
+		return nil, err
 	}
 	var r openai.Request
 	var edits openai.Patch
 	if err := r.Scan(openai.Completions, body, openai.Limits{}); err != nil {
-		return 0, 0, err
+		return nil, err
 	}
 	edits.Reset(&r)
 	m.dialect.Prefill(&r, &edits, &pair)
 	resp, err := m.post(ctx, m.engine, edits.Edits().Apply(nil, body), pair.RequestID) //nolint:bodyclose // ReadAll closes it
 	if err != nil {
-		return 0, 0, err
+		return nil, err
 	}
 	text, err := enginehttp.ReadAll(resp, maxAnswer)
 	if err != nil {
-		return 0, 0, err
+		return nil, err
 	}
 	answer, err := m.dialect.ReadAnswer(text, &pair)
 	if err != nil {
-		return 0, 0, err
+		return nil, err
 	}
 	if answer.Params == nil {
-		return 0, 0, errors.New("the engine keeps no KV for another one: is it a prefill engine of this dialect?")
+		return nil, errors.New("the engine keeps no KV for another one: is it a prefill engine of this dialect?")
 	}
 	fetches := append(m.dialect.DecodeMember([]byte("{"), answer.Params), ',')
 	first, err := m.answer(ctx, m.decode, append(fetches, body[1:]...), pair.RequestID)
 	if err != nil {
-		return 0, 0, err
+		return nil, err
 	}
 	again, err := m.answer(ctx, m.decode, body, "")
 	if err != nil {
-		return 0, 0, err
+		return nil, err
 	}
 	step := (first[len(first)-1] - first[0]) / time.Duration(max(len(first)-1, 1))
-	return first[0], max(again[0], step), nil
+	return answered{first[0], max(again[0], step)}, nil
 }
 
 // answered is when the tokens of an answer came, since it was asked for.

@@ -207,11 +207,7 @@ func (t *truth) profile(ctx context.Context, dir, file string) error {
 	group := &process.Group{Dir: dir}
 	defer group.Stop()
 	for i, name := range []string{"profiled", "profiled-decode"} {
-		e, err := group.Start(name, nil, "bin/enginesim", t.engine(at[2*i], at[2*i+1], "both")...)
-		if err != nil {
-			return err
-		}
-		if err := e.Wait(ctx, "http://"+at[2*i]+"/health"); err != nil {
+		if err := t.engine(ctx, group, name, at[2*i:], "both"); err != nil {
 			return err
 		}
 	}
@@ -224,10 +220,15 @@ func (t *truth) profile(ctx context.Context, dir, file string) error {
 	return nil
 }
 
-func (t *truth) engine(listen, side, role string) []string {
-	return []string{"-listen", listen, "-side-channel", side, "-role", role, "-model", "tiny",
-		"-prefill-speed", fmt.Sprint(t.speed), "-decode-step", t.step.String(), "-chunk", "2048", "-blocks", "12000",
-		"-record=false"}
+// engine starts an engine, which listens on the first of the addresses and has its side channel on the second.
+func (t *truth) engine(ctx context.Context, group *process.Group, name string, at []string, role string) error {
+	e, err := group.Start(name, nil, "bin/enginesim", "-listen", at[0], "-side-channel", at[1], "-role", role,
+		"-model", "tiny", "-prefill-speed", fmt.Sprint(t.speed), "-decode-step", t.step.String(), "-chunk", "2048",
+		"-blocks", "12000", "-record=false")
+	if err != nil {
+		return err
+	}
+	return e.Wait(ctx, "http://"+at[0]+"/health")
 }
 
 // start starts a fleet, Tandem and Envoy.
@@ -244,11 +245,7 @@ func (t *truth) start(ctx context.Context, group *process.Group, fleet string) (
 	letGo()
 	var list bytes.Buffer
 	for i, role := range roles {
-		e, err := group.Start(fmt.Sprint("engine", i), nil, "bin/enginesim", t.engine(at[2*i], at[2*i+1], role)...)
-		if err != nil {
-			return "", 0, err
-		}
-		if err := e.Wait(ctx, "http://"+at[2*i]+"/health"); err != nil {
+		if err := t.engine(ctx, group, fmt.Sprint("engine", i), at[2*i:], role); err != nil {
 			return "", 0, err
 		}
 		fmt.Fprintf(&list, "  - {address: %q, role: %s}\n", at[2*i], role)

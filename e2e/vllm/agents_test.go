@@ -10,13 +10,9 @@ import (
 	"os"
 	"strings"
 	"sync"
-	"sync/atomic"
 	"testing"
-	"time"
 
 	"github.com/stretchr/testify/require"
-
-	"tandem/e2e/realengines"
 )
 
 // agentRequests are what agents send, as members of a body: the model is random, so a grammar has it write tool calls.
@@ -100,20 +96,10 @@ func written(raw []byte) string {
 //	AGENT=1 ENGINES=1 DECODES=2 REFERENCE=prefill TANDEM_LIBRARY=$PWD/bin \
 //	  e2e/vllm/run.sh go test -tags vllm -count 1 -run TestRealAgents -v ./e2e/vllm
 func TestRealAgents(t *testing.T) {
-	library := os.Getenv("TANDEM_LIBRARY")
-	if library == "" || os.Getenv("TANDEM_VLLM_AGENT") == "" {
-		t.Skip("TANDEM_LIBRARY or TANDEM_VLLM_AGENT is not set")
+	if os.Getenv("TANDEM_VLLM_AGENT") == "" {
+		t.Skip("TANDEM_VLLM_AGENT is not set")
 	}
-	s := &suite{stack: runningEngines(t), prompts: prompts{rand.New(rand.NewPCG(2, 0))}}
-	cut := &cutter{tries: map[string]int{}, cuts: &atomic.Int64{}}
-	pool := "- name: tiny\n  models: [\"*\"]\n  kvTransfer: nixl\n  split: always\n  decodeAlone: fallback\n  continueStreams: {}\n  endpoints:\n"
-	for _, e := range s.prefill {
-		pool += fmt.Sprintf("  - {address: %q, role: prefill}\n", e.addr)
-	}
-	for _, e := range s.decode {
-		pool += fmt.Sprintf("  - {address: %q, role: decode}\n", cut.before(t, e))
-	}
-	s.front.addr, s.admin = realengines.ServeInside(t, pool, library)
+	s, cut := insured(t, 2)
 	ask := func(addr string, r request) (string, error) {
 		a, err := send(t.Context(), addr, r, 0)
 		if err == nil && a.status != http.StatusOK {
@@ -133,14 +119,10 @@ func TestRealAgents(t *testing.T) {
 		require.NoError(t, err, r.body())
 		require.Equal(t, want, got, "%d: %s", i, r.body())
 	}
-	continued := func() float64 {
-		m, err := scrape(s.admin)
-		require.NoError(t, err)
-		return m.sum("tandem_streams_continued_total", `result="continued"`)
-	}
-	before := continued()
+	before := s.continued(t)
 	t.Logf("%d streams, %d times cut, %v times repeated: all equal", streams, cut.cuts.Load(), before)
 
+	written := total(t, s.decode[:1], generated)
 	var wg sync.WaitGroup
 	asked := make([]request, 16)
 	got := make([]string, len(asked))
@@ -154,14 +136,13 @@ func TestRealAgents(t *testing.T) {
 			}
 		})
 	}
-	time.Sleep(1500 * time.Millisecond)
-	kill(t, s.decode[0])
+	killAtWork(t, s.decode[0], written)
 	wg.Wait()
 	for i, r := range asked {
 		want, err := ask(s.reference.addr, r)
 		require.NoError(t, err)
 		require.Equal(t, want, got[i], r.body())
 	}
-	require.Positive(t, continued()-before)
-	t.Logf("%v of %d streams repeated when an engine was killed", continued()-before, len(asked))
+	require.Positive(t, s.continued(t)-before)
+	t.Logf("%v of %d streams repeated when an engine was killed", s.continued(t)-before, len(asked))
 }

@@ -83,16 +83,14 @@ func (b *cutBody) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// TestRealInsured cuts a hundred streams of real vLLM between their decode engine and an Envoy that has Tandem loaded,
-// and requires the texts of engines that were left alone. Then it kills an engine under 32 streams.
-//
-//	TANDEM_LIBRARY=$PWD/bin e2e/vllm/run.sh go test -tags vllm -count 1 -run TestRealInsured -v ./e2e/vllm
-func TestRealInsured(t *testing.T) {
+// insured has an Envoy that has Tandem loaded before the engines that run, and a cutter before each decode engine.
+func insured(t *testing.T, seed uint64) (*suite, *cutter) {
+	t.Helper()
 	library := os.Getenv("TANDEM_LIBRARY")
 	if library == "" {
 		t.Skip("TANDEM_LIBRARY names no folder of libtandem.so (make carrier)")
 	}
-	s := &suite{stack: runningEngines(t), prompts: prompts{rand.New(rand.NewPCG(1, 0))}}
+	s := &suite{stack: runningEngines(t), prompts: prompts{rand.New(rand.NewPCG(seed, 0))}}
 	cut := &cutter{tries: map[string]int{}, cuts: &atomic.Int64{}}
 	pool := "- name: tiny\n  models: [\"*\"]\n  kvTransfer: nixl\n  split: always\n  decodeAlone: fallback\n  continueStreams: {}\n  endpoints:\n"
 	for _, e := range s.prefill {
@@ -102,7 +100,23 @@ func TestRealInsured(t *testing.T) {
 		pool += fmt.Sprintf("  - {address: %q, role: decode}\n", cut.before(t, e))
 	}
 	s.front.addr, s.admin = realengines.ServeInside(t, pool, library)
+	return s, cut
+}
 
+// continued returns how many streams another engine has continued or repeated.
+func (s *suite) continued(t *testing.T) float64 {
+	t.Helper()
+	m, err := scrape(s.admin)
+	require.NoError(t, err)
+	return m.sum("tandem_streams_continued_total", `result="continued"`)
+}
+
+// TestRealInsured cuts a hundred streams of real vLLM between their decode engine and an Envoy that has Tandem loaded,
+// and requires the texts of engines that were left alone. Then it kills an engine under 32 streams.
+//
+//	TANDEM_LIBRARY=$PWD/bin e2e/vllm/run.sh go test -tags vllm -count 1 -run TestRealInsured -v ./e2e/vllm
+func TestRealInsured(t *testing.T) {
+	s, cut := insured(t, 1)
 	same := func(r request) {
 		want := s.fromReference(t, clean(r))
 		got, err := send(t.Context(), s.front.addr, r, 0)
@@ -118,12 +132,8 @@ func TestRealInsured(t *testing.T) {
 	}
 	t.Logf("%d streams, %d times cut: all equal", streams, cut.cuts.Load())
 
-	continued := func() float64 {
-		m, err := scrape(s.admin)
-		require.NoError(t, err)
-		return m.sum("tandem_streams_continued_total", `result="continued"`)
-	}
-	before := continued()
+	before := s.continued(t)
+	written := total(t, s.decode[:1], generated)
 	var wg sync.WaitGroup
 	asked := make([]request, 32)
 	got := make([]answer, len(asked))
@@ -131,14 +141,26 @@ func TestRealInsured(t *testing.T) {
 		asked[i] = request{api: chat, prompt: s.prompts.words(40), tokens: 200, stream: true}
 		wg.Go(func() { got[i], _ = send(t.Context(), s.front.addr, asked[i], 0) })
 	}
-	time.Sleep(2 * time.Second)
-	kill(t, s.decode[0])
+	killAtWork(t, s.decode[0], written)
 	wg.Wait()
 	for i, r := range asked {
 		require.Equal(t, s.fromReference(t, clean(r)).text, got[i].text, "%s", r)
 	}
-	require.Positive(t, continued()-before)
-	t.Logf("%v streams continued before an engine was killed, %v of 32 behind that", before, continued()-before)
+	require.Positive(t, s.continued(t)-before)
+	t.Logf("%v streams continued before an engine was killed, %v of 32 behind that", before, s.continued(t)-before)
+}
+
+// generated counts the tokens that an engine has written.
+const generated = "vllm:generation_tokens_total"
+
+// killAtWork kills an engine when it has written some tokens more than that and goes on.
+func killAtWork(t *testing.T, e engine, written float64) {
+	t.Helper()
+	require.Eventually(t, func() bool {
+		m := e.metrics(t)
+		return m.sum(generated, "") >= written+20 && m.sum("vllm:num_requests_running", "") > 0
+	}, time.Minute, 10*time.Millisecond, "the engine is at work")
+	kill(t, e)
 }
 
 // kill kills an engine's process.

@@ -213,6 +213,13 @@ func (e *event) parsed(p *parser) bool {
 // number reads a number, given by its place.
 func (p *parser) number(s span) (int64, error) { return strconv.ParseInt(string(p.text(s)), 10, 64) }
 
+// index reads the place of a part of an answer. What is no number makes the event unknown.
+func (p *parser) index(unknown *bool) int64 {
+	n, err := p.number(p.value())
+	*unknown = *unknown || err != nil
+	return n
+}
+
 // characters counts the code points of a valid JSON string, given with its quotes, as Python counts them.
 func characters(quoted []byte) (n int) {
 	for i := 1; i < len(quoted)-1; n++ {

@@ -8,7 +8,7 @@ import (
 
 // message is an event of /v1/messages (vLLM 0.32.0, entrypoints/anthropic/serving.py).
 type message struct {
-	error   event  // what it says of an error
+	error   event  // the error that it reports
 	typ     string // what it is
 	index   int64  // of the block
 	block   span   // what begins
@@ -34,10 +34,7 @@ func (p *parser) message() (m message, ok bool) {
 		case "type":
 			m.typ = p.word()
 		case "index":
-			n, err := p.number(p.value())
-			if m.index = n; err != nil {
-				m.unknown = true
-			}
+			m.index = p.index(&m.unknown)
 		case "content_block":
 			p.once(&m.block)
 			q := parser{b: p.b[:m.block.to], i: m.block.from}
@@ -133,7 +130,6 @@ func (s *Stream) settle(dst, raw []byte, valid bool, reason Reason) (_ []byte, p
 // of it, or all.
 func (s *Stream) takeMessage(out *edits, p *parser, m *message) (fresh bool, reason Reason) {
 	r := &s.repeat
-	kept := s.reason == "" || s.joined && r.behind()
 	switch m.typ {
 	case "message_start":
 		fresh = !s.seen.role
@@ -159,63 +155,18 @@ func (s *Stream) takeMessage(out *edits, p *parser, m *message) (fresh bool, rea
 	default:
 		return false, Format
 	}
-	if !kept {
+	switch {
+	case !s.compared():
 		return true, ""
-	}
-	part := r.find(block, m.index)
-	if m.typ == "content_block_start" {
-		return s.beginBlock(part, p, m)
-	}
-	if part == nil || !part.begun {
-		return false, Format
-	}
-	if fresh, reason = s.takeBlock(out, part, p, m); fresh && s.joined && r.behind() {
-		return false, Different
-	}
-	return fresh, reason
-}
-
-// beginBlock takes the beginning of a block, which part is if the client has that.
-func (s *Stream) beginBlock(part *part, p *parser, m *message) (fresh bool, reason Reason) {
-	name := append([]byte(m.is+" "), p.text(m.name)...)
-	switch {
-	case m.index < 0, p.hasText(m.text), part != nil && part.begun: // a block that begins with a text is not vLLM's
-		return false, Format
-	case part != nil:
-		part.begun = true
-		if !bytes.Equal(part.name, name) {
-			return false, Different
-		}
-		return false, ""
-	case s.joined && s.repeat.behind():
-		return false, Different
-	}
-	if s.repeat.begin(block, m.index, name) == nil {
-		return false, Format
-	}
-	return true, ""
-}
-
-// takeBlock takes what is added to a block, or its end.
-func (s *Stream) takeBlock(out *edits, part *part, p *parser, m *message) (fresh bool, reason Reason) {
-	switch {
 	case m.typ == "content_block_stop":
-		return part.ends.take(blockStopped), ""
-	case m.is == "signature_delta" && m.signed:
-		return part.ends.take(blockSigned), ""
-	case !p.isString(m.text):
+		return s.takePart(out, p, m.index, blockStopped, span{})
+	case m.typ == "content_block_delta" && m.is == "signature_delta" && m.signed:
+		return s.takePart(out, p, m.index, blockSigned, span{})
+	case m.typ == "content_block_delta":
+		return s.takePart(out, p, m.index, 0, m.text)
+	case p.hasText(m.text): // a block that begins with a text is not vLLM's
 		return false, Format
 	}
-	fresh, reason = s.repeat.takeOut(out, part, p, m.text)
-	return fresh || !p.hasText(m.text) && !s.joined, reason
-}
-
-// ends says which events a client has of a part, besides its text: a bit each.
-type ends byte
-
-// take adds one, and reports whether the client did not have it.
-func (e *ends) take(one ends) bool {
-	fresh := *e&one == 0
-	*e |= one
-	return fresh
+	_, fresh, reason = s.beginPart(m.index, append([]byte(m.is+" "), p.text(m.name)...))
+	return fresh, reason
 }

@@ -113,6 +113,57 @@ func (r *repeat) takeOut(out *edits, part *part, p *parser, at span) (fresh bool
 	return has < len(text), ""
 }
 
+// beginPart takes the beginning of a block of messages, or of an item of responses. fresh: the client does not have it.
+func (s *Stream) beginPart(index int64, name []byte) (p *part, fresh bool, reason Reason) {
+	switch p = s.repeat.find(block, index); {
+	case index < 0, p != nil && p.begun:
+		return nil, false, Format
+	case p != nil:
+		if p.begun = true; !bytes.Equal(p.name, name) {
+			return nil, false, Different
+		}
+		return p, false, ""
+	case s.joined && s.repeat.behind():
+		return nil, false, Different
+	}
+	if p = s.repeat.begin(block, index, name); p == nil {
+		return nil, false, Format
+	}
+	return p, true, ""
+}
+
+// takePart takes another event of such a part: one that a client has once, or more of its text. fresh: it lacks some of
+// it.
+func (s *Stream) takePart(out *edits, p *parser, index int64, once ends, text span) (fresh bool, reason Reason) {
+	part := s.repeat.find(block, index)
+	switch {
+	case part == nil || !part.begun, once == 0 && !p.isString(text):
+		return false, Format
+	case once > 0:
+		fresh = part.ends.take(once)
+	default:
+		fresh, reason = s.repeat.takeOut(out, part, p, text)
+		fresh = fresh || !p.hasText(text) && !s.joined
+	}
+	if fresh && s.joined && s.repeat.behind() {
+		return false, Different // the client has more than the engine has written
+	}
+	return fresh, reason
+}
+
+// ends says which events a client has of a part, besides its text: a bit each.
+type ends byte
+
+// take adds one, and reports whether the client did not have it.
+func (e *ends) take(one ends) bool {
+	fresh := *e&one == 0
+	*e |= one
+	return fresh
+}
+
+// compared reports whether events are compared with what the client has, or kept for that.
+func (s *Stream) compared() bool { return s.reason == "" || s.joined && s.repeat.behind() }
+
 // again makes the stream ready for an engine that writes the answer from its beginning.
 func (s *Stream) again() Reason {
 	switch {
@@ -314,10 +365,7 @@ func (p *parser) call() (c toolCall) {
 	for more := p.open('{'); more; more = p.more('}') {
 		switch string(p.key()) {
 		case "index":
-			n, err := p.number(p.value())
-			if c.index = n; err != nil {
-				c.unknown = true
-			}
+			c.index = p.index(&c.unknown)
 		case "id", "type":
 			p.value()
 		case "function":

@@ -9,7 +9,7 @@ import (
 
 // output is an event of /v1/responses (vLLM 0.32.0, entrypoints/openai/responses/serving.py, streaming_events.py).
 type output struct {
-	error    event  // what it says of an error
+	error    event  // the error that it reports
 	typ      string // what it is
 	sequence span   // its number in the stream
 	index    int64  // of the item
@@ -45,9 +45,9 @@ func (p *parser) output() (o output, ok bool) {
 		case "sequence_number":
 			p.once(&o.sequence)
 		case "output_index":
-			o.index = p.place(&o)
+			o.index = p.index(&o.unknown)
 		case "content_index":
-			o.content = p.place(&o)
+			o.content = p.index(&o.unknown)
 		case "delta":
 			p.once(&o.delta)
 		case "item":
@@ -63,13 +63,6 @@ func (p *parser) output() (o output, ok bool) {
 		}
 	}
 	return o, !p.bad && p.i == len(p.b)
-}
-
-// place reads the index of an item or of a part.
-func (p *parser) place(o *output) int64 {
-	n, err := p.number(p.value())
-	o.unknown = o.unknown || err != nil
-	return n
 }
 
 func (p *parser) item(x *item) {
@@ -158,77 +151,58 @@ func (s *Stream) takeOutput(out *edits, p *parser, o *output) (fresh bool, reaso
 		s.seen.finish, s.seen.usage, s.seen.done = true, true, true
 		return true, ""
 	}
-	if s.reason != "" && !(s.joined && r.behind()) {
-		return true, ""
-	}
-	part := r.find(block, o.index)
+	once, known := outputEvents[o.typ]
 	switch {
-	case o.index < 0 || o.content != 0:
+	case !s.compared():
+		return true, ""
+	case o.content != 0: // no item of vLLM's has two parts
 		return false, Format
 	case o.typ == "response.output_item.added":
-		return s.beginItem(part, p, o)
-	case part == nil || !part.begun:
+		return s.beginItem(p, o)
+	case !known:
 		return false, Format
 	}
-	if fresh, reason = s.takeItem(out, part, p, o); fresh && s.joined && r.behind() {
-		return false, Different
-	}
-	return fresh, reason
+	return s.takePart(out, p, o.index, once, o.delta)
 }
 
-// beginItem takes the beginning of an item, which part is if the client has that.
-func (s *Stream) beginItem(part *part, p *parser, o *output) (fresh bool, reason Reason) {
+// outputEvents are the events of an item behind its beginning: those that a client has once, and its text (0).
+var outputEvents = map[string]ends{
+	"response.content_part.added":            itemBegun,
+	"response.output_text.delta":             0,
+	"response.reasoning_text.delta":          0,
+	"response.function_call_arguments.delta": 0,
+	"response.custom_tool_call_input.delta":  0,
+	"response.output_text.done":              itemText,
+	"response.reasoning_text.done":           itemText,
+	"response.function_call_arguments.done":  itemText,
+	"response.custom_tool_call_input.done":   itemText,
+	"response.content_part.done":             itemPart,
+	"response.output_item.done":              itemDone,
+}
+
+// beginItem takes the beginning of an item.
+func (s *Stream) beginItem(p *parser, o *output) (fresh bool, reason Reason) {
 	x := &o.item
 	switch x.kind {
 	case "message", "reasoning", "function_call", "custom_tool_call":
 	default: // what the engine itself does, such as a search
 		return false, Format
 	}
-	name := slices.Concat([]byte(x.kind+" "), p.text(x.namespace), []byte(" "), p.text(x.name))
-	switch {
-	case x.filled, part != nil && part.begun:
+	if x.filled {
 		return false, Format
-	case part != nil:
-		part.begun = true
-		if !bytes.Equal(part.name, name) {
-			return false, Different
-		}
+	}
+	name := slices.Concat([]byte(x.kind+" "), p.text(x.namespace), []byte(" "), p.text(x.name))
+	part, fresh, reason := s.beginPart(o.index, name)
+	switch {
+	case reason != "":
+	case fresh:
+		part.id, part.call = bytes.Clone(p.quoted(x.id)), bytes.Clone(p.quoted(x.call))
+		s.repeat.size += len(part.id) + len(part.call)
+	default:
 		s.repeat.rename(p.quoted(x.id), part.id)
 		s.repeat.rename(p.quoted(x.call), part.call)
-		return false, ""
-	case s.joined && s.repeat.behind():
-		return false, Different
 	}
-	if part = s.repeat.begin(block, o.index, name); part == nil {
-		return false, Format
-	}
-	part.id, part.call = bytes.Clone(p.quoted(x.id)), bytes.Clone(p.quoted(x.call))
-	s.repeat.size += len(part.id) + len(part.call)
-	return true, ""
-}
-
-// takeItem takes what is added to an item, or one of the events of its end.
-func (s *Stream) takeItem(out *edits, part *part, p *parser, o *output) (fresh bool, reason Reason) {
-	switch o.typ {
-	case "response.content_part.added":
-		return part.ends.take(itemBegun), ""
-	case "response.output_text.done", "response.reasoning_text.done", "response.function_call_arguments.done",
-		"response.custom_tool_call_input.done":
-		return part.ends.take(itemText), ""
-	case "response.content_part.done":
-		return part.ends.take(itemPart), ""
-	case "response.output_item.done":
-		return part.ends.take(itemDone), ""
-	case "response.output_text.delta", "response.reasoning_text.delta", "response.function_call_arguments.delta",
-		"response.custom_tool_call_input.delta":
-	default:
-		return false, Format
-	}
-	if !p.isString(o.delta) {
-		return false, Format
-	}
-	fresh, reason = s.repeat.takeOut(out, part, p, o.delta)
-	return fresh || !p.hasText(o.delta) && !s.joined, reason
+	return fresh, reason
 }
 
 // sameID is the client's id of something that the present engine calls by another one. Both are JSON strings with their
