@@ -9,24 +9,21 @@ import "tandem/kvstate"
 // beside is a prompt that an endpoint computes while its answers go on.
 type beside struct {
 	queue  float64 // s: prompts before it, in steps that the answers share
-	work   float64 // s, for its own tokens
+	takes  float64 // s, for its own tokens
 	longer float64 // s: by which it makes the answers' steps longer, in all
 	fill   float64 // 0 to 1: how full the endpoint is, of answers or of KV
 }
 
-// beside returns the times of a prompt on an endpoint.
-func (t *terms) beside(c *kvstate.Candidate, b *batch) beside {
-	uncached, cached := t.split(c)
+// beside sets the times of the prompt on an endpoint in b, whose other fields are set.
+func (t *terms) beside(c *kvstate.Candidate, b *batch) {
 	slow := slowness(c)
-	work, pace, steps := t.m.prefill(uncached, cached), speed(c, t.fleet)*slow, t.m.steps(uncached)
-	out := beside{
-		queue: seconds(c.Queue+c.Local) * slow, work: work * pace, longer: (work - t.m.PrefillStep*steps) * pace,
-		fill: max(b.answers/t.m.MaxAnswers, b.kv/b.freeKV),
-	}
+	pace, steps := speed(c, t.fleet)*slow, t.m.steps(b.uncached)
+	p := &b.prompt
+	p.queue, p.takes, p.longer = seconds(c.Queue+c.Local)*slow, b.work*pace, (b.work-t.m.PrefillStep*steps)*pace
+	p.fill = max(b.answers/t.m.MaxAnswers, b.kv/b.freeKV)
 	if b.answers > 0 { // chunks share the steps of answers; without answers they need steps of their own
-		out.work = out.longer + steps*b.step
+		p.takes = p.longer + steps*b.step
 	}
-	return out
 }
 
 // delayed returns the price of the time that a number of answers lose. It grows with how full the endpoint is: answers
@@ -37,21 +34,20 @@ func (p *beside) delayed(t *terms, answers float64) float64 {
 
 // prefillBeside completes the price of prefill on an endpoint that may write answers, too.
 func (t *terms) prefillBeside(c *kvstate.Candidate, b *batch, p *PrefillPrice) {
-	prompt := t.beside(c, b)
-	p.Queue = prompt.queue
+	p.Queue = b.prompt.queue
 	if b.answers <= 0 {
 		return
 	}
 	p.Queue *= 1 + b.step/t.fullStep
-	p.Work = prompt.work
-	p.Answers = prompt.delayed(t, b.answers)
+	p.Work = b.prompt.takes
+	p.Answers = b.prompt.delayed(t, b.answers)
 }
 
 // decodeBeside completes the price of decode on an endpoint that computes prompts, too: the first token waits for the
 // prompts that are there, and later tokens for prompts that come.
 func (t *terms) decodeBeside(c *kvstate.Candidate, b *batch, p *DecodePrice) {
 	p.Step += seconds(c.Queue+c.Local) * slowness(c)
-	p.Answer = t.answer * t.out * t.tokenTime(c, b.step)
+	p.Answer = t.answer * t.out * b.token
 }
 
 // tokenTime returns the time from one token to the next with such steps. Prompts take their share of the endpoint's

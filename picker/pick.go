@@ -258,6 +258,8 @@ func (k *Picker) weighEach(t *terms, c *kvstate.Candidate, p *prices, role kvsta
 	var runs batch
 	if c.Endpoint.Role&kvstate.RoleDecode != 0 {
 		t.batch(c, &runs)
+	} else {
+		t.atEndpoint(c, &runs.atEndpoint)
 	}
 	if role&kvstate.RolePrefill != 0 {
 		var price PrefillPrice

@@ -184,23 +184,21 @@ func (t *terms) session(c *kvstate.Candidate, part kvstate.Role) float64 {
 
 // prefill prices prefill on one endpoint. Like the other prices it is filled in, not returned, because copying a
 // struct that was just written is slow.
-// b is the answers of an endpoint that serves both, unused for others.
+// b is set by batch for an endpoint that may write answers, and by atEndpoint for others.
 func (t *terms) prefill(c *kvstate.Candidate, b *batch, p *PrefillPrice) {
-	uncached, cached := t.split(c)
-	work := t.m.prefill(uncached, cached)
 	slow := slowness(c)
-	usual := work * t.fleet // the delay of others uses the fleet's speed: with their own, slow endpoints would idle
+	usual := b.work * t.fleet // the delay of others uses the fleet's speed: with their own, slow endpoints would idle
 	p.Queue = seconds(c.Queue) * slow
-	p.Work = work * speed(c, t.fleet) * slow
-	p.Load = t.load(c)
-	p.Others = t.others * (usual - t.paid(cached)*t.fleet)
+	p.Work = b.work * speed(c, t.fleet) * slow
+	p.Load = b.load
+	p.Others = t.others * (usual - b.paid*t.fleet)
 	p.Jobs = t.jobs * float64(c.Jobs) * min(usual, t.jobCap) * slow
 	p.Session = t.session(c, kvstate.RolePrefill)
 	if c.Endpoint.Role == kvstate.RoleBoth {
 		t.prefillBeside(c, b, p)
 	}
 	p.Late = t.late(p.Queue + p.Work + p.Load)
-	p.Evicts, p.Returns = t.evicts(c, uncached), t.returns(c, p.Work)
+	p.Evicts, p.Returns = t.evicts(c, b.uncached), t.returns(c, p.Work)
 	if c.Room.Held > 0 && onlyPrefills(c) && t.isFull(c) {
 		p.Room = roomWait
 	}
@@ -246,16 +244,34 @@ type DecodePrice struct {
 
 func (p *DecodePrice) sum() float64 { return p.Step + p.Answer + p.Overflow + p.Evicts + p.Session }
 
+// atEndpoint is what the prices of all legs on an endpoint have in common: the prompt there.
+type atEndpoint struct {
+	uncached, cached float64 // tokens, as split returns them
+	work, load       float64 // s: of the prefill, as modelled, and to load what it holds outside GPU memory
+	paid             float64 // s of the work that other uses of the copy pay for
+}
+
+// atEndpoint sets out.
+func (t *terms) atEndpoint(c *kvstate.Candidate, out *atEndpoint) {
+	out.uncached, out.cached = t.split(c)
+	out.work, out.load, out.paid = t.m.prefill(out.uncached, out.cached), t.load(c), t.paid(out.cached)
+}
+
 // batch is the batch of a decode endpoint after the request has joined it.
 type batch struct {
+	atEndpoint
 	answers float64 // without the request's
 	// tokens of KV, including the generated part of answers; and the capacity
 	kv, freeKV     float64
 	step, overflow float64 // s, as in DecodePrice
+	prompt         beside
+	// s, set by decode: as tokenTime returns it; and of what makes room for the prompt and its answer
+	token, evicts float64
 }
 
 // batch sets b, for an endpoint that may write answers.
 func (t *terms) batch(c *kvstate.Candidate, b *batch) {
+	t.atEndpoint(c, &b.atEndpoint)
 	b.answers, b.freeKV = float64(max(c.Requests-c.Jobs, 0)), t.freeKV(c)
 	kv := float64(c.PromptTokens) + b.answers*t.mean/2
 	if c.Trust > 0 && c.KVTokens > 0 && c.Signals.KVUsage >= 0 {
@@ -264,6 +280,7 @@ func (t *terms) batch(c *kvstate.Candidate, b *batch) {
 	b.kv = kv + t.tokens + t.out/2
 	b.step = t.step(c, b.answers, b.kv)
 	b.overflow = t.overflow(b)
+	t.beside(c, b)
 }
 
 // step returns the time of the endpoint's decode steps after the request has joined. An endpoint of half the weight
@@ -278,14 +295,12 @@ func (t *terms) step(c *kvstate.Candidate, answers, kv float64) float64 {
 }
 
 func (t *terms) decode(c *kvstate.Candidate, b *batch, p *DecodePrice) {
+	b.token, b.evicts = t.tokenTime(c, b.step), t.evicts(c, b.uncached+t.out)
 	p.Step = b.step
 	p.Answer = t.answer * t.out * b.step
 	p.Overflow = b.overflow
 	p.Session = t.session(c, kvstate.RoleDecode)
-	if c.Memory != nil {
-		uncached, _ := t.split(c)
-		p.Evicts = t.evicts(c, uncached+t.out)
-	}
+	p.Evicts = b.evicts
 	if c.Share > 0 || c.Endpoint.Role == kvstate.RoleBoth {
 		t.decodeBeside(c, b, p)
 	}
@@ -355,17 +370,14 @@ func (p *AlonePrice) sum() float64 {
 		p.Session
 }
 
-// alone prices both on one endpoint. allowed is false if its running answers would be delayed more than allowed.
+// alone prices both on one endpoint, after decode. allowed is false if its running answers would be delayed more than allowed.
 func (t *terms) alone(c *kvstate.Candidate, b *batch, p *AlonePrice) (allowed bool) {
-	prompt := t.beside(c, b)
-	uncached, cached := t.split(c)
-	work := t.m.prefill(uncached, cached)
-	p.Queue = prompt.queue * (1 + b.step/t.fullStep)
-	p.Work = prompt.work
-	p.Load = t.load(c)
-	p.Others = t.local * work * t.fleet
+	p.Queue = b.prompt.queue * (1 + b.step/t.fullStep)
+	p.Work = b.prompt.takes
+	p.Load = b.load
+	p.Others = t.local * b.work * t.fleet
 	if c.Endpoint.Role == kvstate.RoleBoth { // prefill gains from the copy, too
-		p.Others -= t.local * t.paid(cached) * t.fleet
+		p.Others -= t.local * b.paid * t.fleet
 	}
 	// share of the endpoint's time that is left for answers: with less of it more answers run, and more are delayed
 	least := minLeft
@@ -373,16 +385,16 @@ func (t *terms) alone(c *kvstate.Candidate, b *batch, p *AlonePrice) (allowed bo
 		least = leastLeft
 	}
 	left := max(1-c.Share, least)
-	p.Answers = prompt.delayed(t, max(b.answers, 1)) / left
-	p.Decode = t.answer * t.out * t.tokenTime(c, b.step)
+	p.Answers = b.prompt.delayed(t, max(b.answers, 1)) / left
+	p.Decode = t.answer * t.out * b.token
 	p.Overflow = b.overflow
 	p.Session = t.session(c, kvstate.RoleBoth)
-	p.Evicts, p.Returns = t.evicts(c, uncached+t.out), t.returns(c, p.Work)
+	p.Evicts, p.Returns = b.evicts, t.returns(c, p.Work)
 	p.Late = t.late(p.Queue + p.Work + p.Load)
 	if t.latencyOnly {
 		p.Answers, p.Decode = 0, p.Decode+b.step
 	}
-	return t.appends(uncached) || t.room(c, b.step, prompt.fill, prompt.longer)
+	return t.appends(b.uncached) || t.room(c, b.step, b.prompt.fill, b.prompt.longer)
 }
 
 // mostNew is the part of a prompt that an endpoint may lack and still append the rest, however full it is.
