@@ -2,7 +2,9 @@ package docs
 
 import (
 	"cmp"
+	"encoding/csv"
 	"encoding/xml"
+	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -163,6 +165,57 @@ var plots = []plot{
 	},
 }
 
+// prices has the plots of the terms of the price in decision.md: of the files of package picker's TestTerms, whose first
+// column names a group of bars and the others one each.
+var prices = []plot{
+	{file: "work.svg", title: "Time of a prefill (e)", unit: "seconds, by tokens of the prompt"},
+	{file: "others.svg", title: "Delay of others (w rho/(1-rho))", unit: "seconds for each second of work, by utilisation of the Ps"},
+	{file: "shared.svg", title: "What is charged of a miss on a shared prefix", digits: 2,
+		unit: "share of its work, by requests in a minute that have it (8 engines, mean prefill .6 s)"},
+	{file: "load.svg", title: "Loading KV, and computing it (load)", unit: "seconds, by tokens"},
+	{file: "late.svg", title: "A first token that comes too late (late)", unit: "seconds, by when it comes"},
+	{file: "beside.svg", title: "What answers lose to a prompt beside them", unit: "seconds at a = .5, by answers that run there"},
+	{file: "step.svg", title: "A step of D (step)", unit: "milliseconds, by answers"},
+	{file: "share.svg", title: "Time of a token where prompts are computed, too (token)", unit: "milliseconds, by the share of the last 10 s"},
+	{file: "overflow.svg", title: "KV that does not fit (overflow)", unit: "seconds, steps of 30 ms and 100,000 tokens of KV memory"},
+	{file: "transfer.svg", title: "Transfer of KV (transfer)", unit: "seconds, by tokens that D does not hold"},
+	{file: "evicts.svg", title: "Conversations that lose their KV (evicts)",
+		unit: "seconds: 100,000 tokens are free, then three conversations of 200,000 each"},
+	{file: "returns.svg", title: "Conversations that wait (returns)", unit: "seconds, by the time to compute the prompt"},
+}
+
+// drawPrices draws the terms of the price, and returns the files.
+func drawPrices(t *testing.T) (files []string) {
+	t.Helper()
+	page := read(t, "decision.md")
+	for _, p := range prices {
+		from, err := os.Open(filepath.Join("figures/price", strings.TrimSuffix(p.file, ".svg")+".csv"))
+		require.NoError(t, err)
+		rows, err := csv.NewReader(from).ReadAll()
+		require.NoError(t, errors.Join(err, from.Close()))
+		p.labels, p.digits = rows[0][:1], cmp.Or(p.digits, -1)
+		for _, column := range rows[0][1:] {
+			p.bars = append(p.bars, bar{column, column, ""})
+		}
+		file := "plots/price-" + p.file
+		require.Regexp(t, `\n\n!\[[^\]]{20,}\]\(`+regexp.QuoteMeta(file)+`\)\n`, page, "decision.md does not show it")
+		keep(t, file, p.draw(t, rows))
+		files = append(files, file)
+	}
+	return files
+}
+
+// keep holds a file to its plot, or writes it.
+func keep(t *testing.T, file, plot string) {
+	t.Helper()
+	require.NoError(t, xml.Unmarshal([]byte(plot), new(struct{})), file)
+	if *update {
+		require.NoError(t, os.WriteFile(file, []byte(plot), 0o600))
+		return
+	}
+	require.Equal(t, plot, read(t, file), "run go test ./docs -update")
+}
+
 // Each table of benchmarks.md comes after one sentence that says what it shows, and before its plot. The plots show the
 // tables as they are now.
 func TestPlots(t *testing.T) {
@@ -187,14 +240,9 @@ func TestPlots(t *testing.T) {
 		p.bars = slices.DeleteFunc(slices.Clone(p.bars), func(b bar) bool { // of a peer that was not measured
 			return p.some && !slices.Contains(table[0], b.column)
 		})
-		want := p.draw(t, table)
-		require.NoError(t, xml.Unmarshal([]byte(want), new(struct{})), file)
-		if *update {
-			require.NoError(t, os.WriteFile(file, []byte(want), 0o600))
-			continue
-		}
-		require.Equal(t, want, read(t, file), "run go test ./docs -update")
+		keep(t, file, p.draw(t, table))
 	}
+	files = append(files, drawPrices(t)...)
 	there, err := filepath.Glob("plots/*")
 	require.NoError(t, err)
 	require.ElementsMatch(t, files, there)
