@@ -20,6 +20,7 @@ type ClosedResult struct {
 	// session, of those with three turns or more
 	Slowdown float64   `json:"slowdown"`
 	Sessions Slowdowns `json:"sessions"`
+	Misses   Misses    `json:"misses"`
 	GaveUp   int       `json:"gaveUp"`  // turns whose users did not wait for the first token
 	Without  int       `json:"without"` // turns without a first token at the end
 	// Of the turns that ended in the measured time.
@@ -36,6 +37,15 @@ type Slowdowns struct {
 	P50   float64 `json:"p50"`
 	P95   float64 `json:"p95"`
 	Worst float64 `json:"worst"`
+}
+
+// Misses are the turns that are not good, by the cause without which they might be.
+type Misses struct {
+	Long      int `json:"long"`      // what is new in the prompt takes an idle engine longer than the target
+	Evicted   int `json:"evicted"`   // the first token is late by less than it took to compute again what was evicted, ...
+	Elsewhere int `json:"elsewhere"` // ... or what another engine had
+	Waited    int `json:"waited"`    // it is late, and would be with all that its session had: others came before it
+	Written   int `json:"written"`   // the first token is in time, but later ones are too slow
 }
 
 // Again is how much was computed again of what sessions had, as shares of its tokens, by the reason.
@@ -149,11 +159,29 @@ func (c *counts) turn(j *job, ended bool) {
 	if ended && !j.refused() && first <= c.of.config.TTFT && each <= c.of.config.TPOT {
 		c.good++
 		c.r.Quarters[int((j.Arrival-c.of.plan.Warm)/quarter)]++
+	} else {
+		*c.cause(j, first)++
 	}
 	took, ideal := c.of.Now-j.Arrival, prefillTime(&c.of.model, t.Input-t.Had, t.Had)+idleAnswer(c.of.fleet, t)
 	c.took, c.ideal = c.took+took, c.ideal+ideal
 	s := &j.turn.of.counts
 	s.turns, s.took, s.ideal = s.turns+1, s.took+took, s.ideal+ideal
+}
+
+// cause returns the count of what made a turn miss, whose first token came after so many seconds.
+func (c *counts) cause(j *job, first float64) *int {
+	m, t, again, late := &c.r.Misses, j.turn.turn, &j.turn.again, first-c.of.config.TTFT
+	switch {
+	case late <= 0 && !j.refused():
+		return &m.Written
+	case prefillTime(&c.of.model, t.Input-t.Had, t.Had) > c.of.config.TTFT:
+		return &m.Long
+	case again.evicted+again.elsewhere == 0 || again.seconds < late:
+		return &m.Waited
+	case again.evicted >= again.elsewhere:
+		return &m.Evicted
+	}
+	return &m.Elsewhere
 }
 
 func (c *counts) result(name string) *ClosedResult {

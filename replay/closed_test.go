@@ -58,6 +58,38 @@ func TestComputedAgain(t *testing.T) {
 	require.InDelta(t, elsewhere.All, elsewhere.Evicted+elsewhere.Elsewhere+elsewhere.Preempted, 1e-9)
 }
 
+// Each turn that is not good has one cause: what was evicted, where memory is short, what another engine has, where a
+// policy is blind to KV, and others before it, where sessions ask for more than engines compute.
+func TestMisses(t *testing.T) {
+	sum := func(r *ClosedResult) int {
+		m := r.Misses
+		return m.Long + m.Evicted + m.Elsewhere + m.Waited + m.Written
+	}
+	// of 100,000 tokens, which take 13 s, a turn finds all but 200
+	const turns = `{"session":1,"tools":0,"system":0,"turns":[[0,0,0,0,100000,100,"t",9],[9,5,1,99968,100300,100,"t",5],` +
+		`[9,5,1,100288,100600,50,"e",5]]}`
+	for _, x := range []struct {
+		policy  string
+		kv      float64
+		active  int
+		engines int
+		most    func(Misses) int
+	}{
+		{"idle", 1e6, 2, 2, func(m Misses) int { return m.Long }}, // each session's first turn
+		{"random", 1e6, 2, 8, func(m Misses) int { return m.Elsewhere }},
+		{"llm-d-in-flight/never", 150_000, 4, 2, func(m Misses) int { return m.Evicted }},
+		{"tandem", 1e6, 40, 2, func(m Misses) int { return m.Waited }},
+	} {
+		r := closed(t, turns, x.policy, x.engines, x.kv, Closed{Active: x.active, Warm: 100, Measured: 3600, Drain: 100})
+		require.InDelta(t, float64(r.Turns)*(1-r.Good), sum(r), .01, "%s: %+v", x.policy, r.Misses)
+		most := x.most(r.Misses)
+		for _, other := range []int{r.Misses.Evicted, r.Misses.Elsewhere, r.Misses.Waited, r.Misses.Written} {
+			require.GreaterOrEqual(t, most, other, "%s: %+v", x.policy, r.Misses)
+		}
+		require.Positive(t, most, x.policy)
+	}
+}
+
 // A fleet that cannot serve its sessions keeps users waiting for ever, or until they give up; who gave up takes nothing
 // from the engines any more.
 func TestGivingUp(t *testing.T) {

@@ -26,8 +26,8 @@ type loop struct {
 func agentLoops(all []sessions.Session) (out []loop) {
 	usual := append(Oracles(), "tandem/auto@8", "tandem/never@8", "tandem/roles@8", "tandem@4+4", "tandem@2+6",
 		"llm-d-in-flight/never@8", "llm-d/never@8", "dynamo/never@8", "thunderagent@8", "autellix@8", "continuum@8",
-		"ppd@2+6",
-		"deflection@2+6", "smg-1.13@4+4", "dynamo-planner@8")
+		"ppd@2+6", "deflection@2+6", "netkv@2+6", "kairos@2+6", "vllm-router/256@4+4", "trtllm/2048@4+4", "aibrix@4+4",
+		"mooncake@4+4", "production-stack@4+4", "smg-1.13@4+4", "dynamo-planner@8")
 	few := append(Oracles(), "tandem/auto@8", "tandem/never@8", "tandem@2+6", "llm-d-in-flight/never@8",
 		"thunderagent@8")
 	hour := DefaultClosed()
@@ -99,14 +99,14 @@ func (l *loop) print(w io.Writer, rows [][]*ClosedResult) {
 	fmt.Fprintf(w,
 		"%s, %d seeds.\n\n| policy | good turns/h (by seed) | of idle engines' | first token p95, p99 | "+
 			"per token p99 | slowdown; of sessions: p95, worst | computed again: evicted, elsewhere, preempted "+
-			"| wasted |", l.what, len(rows[0]))
+			"| wasted | misses: too long, evicted, elsewhere, waited, written |", l.what, len(rows[0]))
 	if l.play.Patience > 0 {
 		fmt.Fprint(w, " gave up |")
 	}
 	if l.play.Most > 0 {
 		fmt.Fprint(w, " the hour before, after the peak |")
 	}
-	fmt.Fprintln(w, "\n"+strings.Repeat("|---", 8+min(int(l.play.Patience), 1)+min(l.play.Most, 1))+"|")
+	fmt.Fprintln(w, "\n"+strings.Repeat("|---", 9+min(int(l.play.Patience), 1)+min(l.play.Most, 1))+"|")
 	idle := MeanOf(rows[0], goodPerHour)
 	for _, row := range rows {
 		least, most := math.Inf(1), 0.0
@@ -116,7 +116,7 @@ func (l *loop) print(w io.Writer, rows [][]*ClosedResult) {
 		mean := func(f func(*ClosedResult) float64) float64 { return MeanOf(row, f) }
 		fmt.Fprintf(w,
 			"| %s | %.0f (%.0f-%.0f) | %.3f | %.1f, %.0f s | %.0f ms | %.2f; %.1f, %.0f | %.1f, %.1f, %.1f %% | "+
-				"%.1f %% |",
+				"%.1f %% | %.0f, %.0f, %.0f, %.0f, %.0f |",
 			row[0].Policy, mean(goodPerHour), least, most, mean(goodPerHour)/max(idle, 1),
 			mean(func(r *ClosedResult) float64 { return r.TTFT.P95 }),
 			mean(func(r *ClosedResult) float64 { return r.TTFT.P99 }),
@@ -127,7 +127,12 @@ func (l *loop) print(w io.Writer, rows [][]*ClosedResult) {
 			mean(func(r *ClosedResult) float64 { return 100 * r.Again.Evicted }),
 			mean(func(r *ClosedResult) float64 { return 100 * r.Again.Elsewhere }),
 			mean(func(r *ClosedResult) float64 { return 100 * r.Again.Preempted }),
-			mean(func(r *ClosedResult) float64 { return 100 * r.Wasted }))
+			mean(func(r *ClosedResult) float64 { return 100 * r.Wasted }),
+			mean(func(r *ClosedResult) float64 { return float64(r.Misses.Long) }),
+			mean(func(r *ClosedResult) float64 { return float64(r.Misses.Evicted) }),
+			mean(func(r *ClosedResult) float64 { return float64(r.Misses.Elsewhere) }),
+			mean(func(r *ClosedResult) float64 { return float64(r.Misses.Waited) }),
+			mean(func(r *ClosedResult) float64 { return float64(r.Misses.Written) }))
 		if l.play.Patience > 0 {
 			fmt.Fprintf(w, " %.0f |", mean(func(r *ClosedResult) float64 { return float64(r.GaveUp) }))
 		}

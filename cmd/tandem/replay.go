@@ -145,6 +145,14 @@ func replayTrace(ctx context.Context, o replayOptions, stdout, stderr io.Writer)
 	if c.Engine.KVTokens <= 0 {
 		c.Engine.KVTokens = math.Inf(1)
 	}
+	if o.recording.profile != "" {
+		v := replay.Variant{Config: c}
+		if err := replay.ReadProfile(o.recording.profile, &v); err != nil {
+			return err
+		}
+		c = v.Config
+		o.closed.host = max(o.closed.host, v.Host/c.Engine.KVTokens)
+	}
 	var ok bool
 	if c.Split, ok = map[string]picker.Split{"always": picker.SplitAlways, "auto": picker.SplitAuto, "never": picker.SplitNever}[o.split]; !ok {
 		return fmt.Errorf("--split: %q is not always, auto or never", o.split)

@@ -32,7 +32,7 @@ func (o *recordingOptions) flags(f *pflag.FlagSet) {
 		"play a recording: a `FILE`, or a folder of files; those of several replicas are joined")
 	f.StringVar(&o.pool, "pool", "", "of --recording: the `POOL` (default: the one with most requests)")
 	f.StringVar(&o.profile, "profile", "",
-		"of --recording: engines are as `FILE` of tandem profile says, not as Tandem had learned")
+		"engines are as `FILE` of tandem profile says; with --recording not as Tandem had learned")
 	f.StringArrayVar(&o.whatIf, "what-if", nil,
 		"of --recording: also play it so, a `VARIANT` each: 4+4, 8, \"8 roles:auto\", split:never, "+
 			"host:2000000, kv:500000, binding:immediate, policy:llm-d, load:2")
