@@ -236,7 +236,7 @@ e2e-vllm: tools build carrier ##real vLLM on CPU: 5.5 GiB once, 9 GiB of memory,
 	AGENT=1 ENGINES=1 DECODES=2 REFERENCE=prefill TANDEM_LIBRARY=$(CURDIR)/bin e2e/vllm/run.sh $(GO) test -tags vllm -count 1 -timeout 30m -run TestRealAgents -v ./e2e/vllm
 	AGENT=1 ENGINES=1 REFERENCE=prefill e2e/vllm/run.sh $(GO) test -tags vllm -count 1 -timeout 30m -run TestRealRepeat -v ./extproc/migration
 	RANKS=2 ENGINES=1 e2e/vllm/run.sh $(GO) test -tags vllm -count 1 -timeout 30m -run TestRealRanks -v ./e2e/vllm
-	BOTH=1 ENGINES=1 e2e/vllm/run.sh $(GO) test -tags vllm -count 1 -timeout 30m -run TestRealBoth -v ./e2e/vllm
+	BOTH=1 ENGINES=1 e2e/vllm/run.sh $(GO) test -tags vllm -count 1 -timeout 30m -run 'TestRealBoth|TestRealMemory' -v ./e2e/vllm
 	BOTH=1 ENGINES=1 DECODES=2 e2e/vllm/run.sh $(GO) test -tags vllm -count 1 -timeout 30m -run TestRealRoles -v ./e2e/vllm
 	MISTAKES=1 e2e/vllm/run.sh $(GO) test -tags vllm -count 1 -timeout 30m -run 'TestRealMistakes|TestRealBlockSizes|TestRealCompiles' -v ./e2e/vllm
 	for leases in default 120 30; do LEASES=$$leases ENGINES=1 e2e/vllm/run.sh $(GO) test -tags vllm -count 1 -timeout 30m -run TestRealLeases -v ./e2e/vllm || exit 1; done

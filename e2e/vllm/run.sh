@@ -13,7 +13,7 @@
 #              RANKS        data-parallel ranks behind the port of each prefill and decode engine, which then publish KV events 3000
 #                           above their ports (replay: 4000), rank by rank; go test -run TestRealRanks
 #              BOTH         not empty: each engine computes prompts and answers (kv_both), with KV memory for two long prompts;
-#                           go test -run TestRealBoth
+#                           go test -run 'TestRealBoth|TestRealMemory'
 #              LEASES       not empty: P has KV memory for one long prompt, D runs 8 requests; go test -run TestRealLeases. default:
 #                           vLLM's own settings; N: the recommended ones, with a lease of N seconds
 #              ENGINES      how many of each role; default 2
