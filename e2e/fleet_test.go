@@ -169,6 +169,7 @@ type fleet struct {
 	serveArgs []string
 	memory    string // GOMEMLIMIT of Tandem; "": none
 	lenient   bool   // the test breaks engines on purpose: skip the account
+	routed    bool   // the route is another's
 }
 
 // options describe a fleet. Zero values: one Tandem, 2 prefill and 2 decode engines.
@@ -296,7 +297,7 @@ func start(t testing.TB, o options) *fleet {
 		}
 		f.startTandem(i, file, "http://"+listens[i])
 	}
-	if o.inside && (o.routed || os.Getenv("TANDEM_ROUTE") == "another") {
+	if f.routed = o.inside && (o.routed || os.Getenv("TANDEM_ROUTE") == "another"); f.routed {
 		routed(&o, func() string { return listens[0] })
 	}
 	f.startEnvoy(bin, envoyPath, o)

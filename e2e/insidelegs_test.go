@@ -36,20 +36,36 @@ func (f *fleet) second(arrange func(dir string, bootstrap []byte) []byte, args .
 	if arrange != nil {
 		printed = arrange(out.dir, printed)
 	}
+	path := tool(t, "ENVOY", "envoy", ".tools/bin/envoy")
+	args = append([]string{"-c", bootstrap, "-l", "warning", "--use-dynamic-base-id", "--concurrency", "2"}, args...)
+	if f.routed {
+		var o options
+		routed(&o, func() string { return p[2] })
+		printed = []byte(o.bootstrap(out))
+		path, args = "/usr/bin/env", append(append(o.envoyEnv(out), path), args...)
+	}
 	require.NoError(t, os.WriteFile(bootstrap, printed, 0o600))
-	out.envoy = startProcess(t, out.dir, "envoy", tool(t, "ENVOY", "envoy", ".tools/bin/envoy"), append([]string{"-c", bootstrap,
-		"-l", "warning", "--use-dynamic-base-id", "--concurrency", "2"}, args...)...)
+	out.envoy = startProcess(t, out.dir, "envoy", path, args...)
 	out.tandems = []*process{out.envoy}
 	out.waitFor(out.envoy, out.envoyURL+"/ready")
 	return out
 }
 
 // Several Envoys with Tandem inside share what they know by Redis: whose cache has which prompt, and what is booked.
-func TestInsideSeveral(t *testing.T) {
+func TestInsideSeveral(t *testing.T) { testInsideSeveral(t, false) }
+
+// So do those whose route is another's, such as the Envoys of Envoy Gateway.
+func TestInsideSeveralOnAnothersRoute(t *testing.T) { testInsideSeveral(t, true) }
+
+func testInsideSeveral(t *testing.T, routed bool) {
 	onlyInside(t)
 	r := startRedis(t)
-	f := start(t, options{inside: true, prefills: 2, decodes: 2, top: r.yaml(), engineArgs: []string{"--decode-step", "20ms"}})
+	f := start(t, options{inside: true, routed: routed, prefills: 2, decodes: 2, top: r.yaml(),
+		engineArgs: []string{"--decode-step", "20ms"}})
 	other := f.second(nil)
+	if f.routed { // the operator's port is that of all policies
+		f.admins[0], other.admins[0] = f.admins[0]+"/chat", other.admins[0]+"/chat"
+	}
 
 	for i := range 6 { // the prompt's P does not depend on the Envoy that is asked
 		body := chat(fmt.Sprintf("%d: %s", i, strings.Repeat("a long prompt of its own ", 400)))

@@ -47,7 +47,7 @@ func routed(o *options, admin func() string) {
 	}
 	if o.bootstrap == nil {
 		o.bootstrap = func(f *fleet) string {
-			policy := fmt.Sprintf(`{"file":%q,"route":{"rule":1,"strict":true}}`, f.config)
+			policy := fmt.Sprintf(`{"name":"chat","file":%q,"route":{"rule":1,"strict":true}}`, f.config)
 			return anothersRoute(f, strings.TrimPrefix(f.url, "http://"), strings.TrimPrefix(f.envoyURL, "http://"), policy, true)
 		}
 	}
@@ -86,6 +86,53 @@ func TestInsideAnothersRoute(t *testing.T) {
 		})
 	}
 	group.Wait()
+}
+
+// A stream whose D dies between the answer's head and its first event, which the filter waits for: Envoy answers 502 by
+// itself and asks no filter (1.40, FilterManager::sendLocalReply), whoever's the route is. Another engine answers in place
+// of one whose stream is insured.
+func TestInsideDecodeDiesBeforeItsFirstEvent(t *testing.T) {
+	onlyInside(t)
+	for name, o := range map[string]options{
+		"a route of Tandem's": {}, "another's": {routed: true}, "insured": {routed: true, pool: insurance},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			o.inside, o.prefills, o.decodes = true, 1, 2
+			f := start(t, o)
+			f.lenient = true
+			for _, d := range f.decodes {
+				f.inject(d, `{"mode":"stall","delay":"5m"}`)
+			}
+			answers := make(chan answer, 1)
+			go func() {
+				a, err := f.try(t.Context(), http.MethodPost, apis[0].path, streamed(apis[0].body), "x-request-id", "dies")
+				if err != nil {
+					a.body = err.Error()
+				}
+				answers <- a
+			}()
+			var got []seen
+			soon(t, "D has sent its head", func() bool {
+				got = f.requests("dies", f.decodes...)
+				return len(got) == 1 && got[0].Status == 200
+			})
+			for _, d := range f.decodes {
+				if d.addr == got[0].Engine {
+					d.stop(os.Kill)
+				} else {
+					f.clear(d)
+				}
+			}
+			a := <-answers
+			if o.pool == insurance {
+				require.Equal(t, 200, a.status, a.body)
+				require.True(t, strings.HasSuffix(a.body, "data: [DONE]\n\n"), a.body)
+				return
+			}
+			require.Equal(t, http.StatusBadGateway, a.status, a.body)
+		})
+	}
 }
 
 // A route without a retry policy: Envoy keeps no body. It is said with the first request, and one that has to be planned

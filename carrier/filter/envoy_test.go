@@ -190,6 +190,7 @@ type routed struct {
 	instead string   // where a call goes that names one of them
 	forgets bool     // no body is kept: the route has no retry policy
 	rewrite string   // the path that the route makes of any; "": as it came
+	adds    []Header // to each request that goes on
 	called  []string // clusters
 	firsts  []string // endpoints of calls that only have them looked up
 }
@@ -241,6 +242,7 @@ func (c *client) Continue(anew bool) {
 	if c.rewrite != "" {
 		c.SetHeader(":path", c.rewrite)
 	}
+	c.headers = append(c.headers, c.adds...)
 	c.sent, c.got = append(c.sent, at), slices.Clone(c.body)
 	require.Equal(c.tb, strconv.Itoa(len(c.body)), c.header("content-length"))
 	if c.forgets {

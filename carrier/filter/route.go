@@ -123,17 +123,40 @@ func (f *Filter) arrives() {
 	}
 }
 
-// asItCame undoes what the route has made of the path and the host on the request's way to D (HTTPRoute's URLRewrite,
-// the name of an https engine). Envoy looks the route up again for a request that begins again, and would find another
-// one.
+// asItCame undoes what the route has made of the request on its way to D: of its path and host (HTTPRoute's URLRewrite,
+// the name of an https engine), and of its headers (RequestHeaderModifier). Envoy looks the route up again for a request
+// that begins again: it would find another one, and the route would add its headers once more.
 func (f *Filter) asItCame() {
 	if f.route == nil {
 		return
 	}
-	for _, name := range []string{":path", ":authority"} {
-		if came := f.head.get(name); came != "" {
-			f.envoy.SetHeader(name, came)
+	now, came := map[string]string{}, map[string]string{}
+	f.envoy.EachHeader(func(name, value []byte) { addValue(now, name, value) })
+	for _, at := range f.head.list {
+		addValue(came, f.head.memory[at.name:at.value], f.head.memory[at.value:at.end])
+	}
+	for name := range now {
+		if _, ok := came[name]; !ok {
+			f.envoy.RemoveHeader(name)
 		}
+	}
+	for name, value := range came {
+		if now[name] != value {
+			f.envoy.SetHeader(name, value)
+		}
+	}
+}
+
+// addValue adds a value of a header to headers, without those that this filter sets or takes away.
+func addValue(headers map[string]string, name, value []byte) {
+	switch s := string(name); {
+	case s == "content-length", s == "accept-encoding", s == names.HeaderRequestID, s == names.HeaderRank,
+		s == names.HeaderPerTry, s == names.HeaderExplain, s == names.HeaderTraceparent, s == names.HeaderTracestate,
+		steers(s):
+	case headers[s] != "": // several values are a list
+		headers[s] += "," + string(value)
+	default:
+		headers[s] = string(value)
 	}
 }
 

@@ -50,13 +50,23 @@ func TestAnothersRoute(t *testing.T) {
 }
 
 // A decode endpoint that the route's cluster lacks gets nothing, and is not chosen again for a while. The request begins
-// again on the route that it came on, although that has given it another path by then.
+// again on the route that it came on, although that has given it another path by then, and gets the route's headers
+// once.
 func TestTheRoutesClusterLacksAnEndpoint(t *testing.T) {
 	f := newFleet(t, always)
 	ask := func() *client {
 		c := newClient(t, f, named, chat)
 		c.route, c.lacks, c.rewrite = &Route{Strict: true}, []string{"10.0.2.1:8000"}, "/elsewhere"
+		c.SetHeader("x-team", "client")
+		c.adds = []Header{{"x-team", "route"}, {"x-route", "chat"}}
 		c.run()
+		var ofRoute []Header
+		for _, h := range c.headers {
+			if h.Name == "x-team" || h.Name == "x-route" {
+				ofRoute = append(ofRoute, h)
+			}
+		}
+		require.Equal(t, append([]Header{{"x-team", "client"}}, c.adds...), ofRoute)
 		require.Equal(t, 200, c.status, c.reply)
 		require.Equal(t, "10.0.2.2:8000", c.sent[len(c.sent)-1])
 		return c
