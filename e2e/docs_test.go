@@ -102,6 +102,7 @@ var documentedOnly = map[string]string{
 	"helm upgrade eg oci://docker.io/envoyproxy/gateway-helm --version v1.9.1 -n envoy-gateway-system --reuse-values -f deploy/envoy-gateway/extension/helm-values.yaml":             "make e2e-cluster",
 	`curl http://GATEWAY/v1/chat/completions -H 'content-type: application/json' -d "{\"model\":\"MODEL\",\"messages\":[{\"role\":\"user\",\"content\":\"$(seq -s ' ' 1 9000)\"}]}"`: "make e2e-cluster",
 	"kubectl get envoypatchpolicy": "a cluster",
+	"kubectl -n llm get gateway":   "a cluster",
 	"docker buildx build -f deploy/Dockerfile --platform linux/amd64,linux/arm64 --build-arg VERSION=$(scripts/version.sh) -t REGISTRY/tandem:VERSION --push .":                                          "a container engine",
 	"docker buildx build -f deploy/Dockerfile --target inside --build-arg VERSION=$(scripts/version.sh) -t REGISTRY/tandem-envoy:VERSION --push .":                                                       "a container engine",
 	`curl http://$GATEWAY/v1/chat/completions -H 'content-type: application/json' -d "{\"model\":\"$MODEL\",\"messages\":[{\"role\":\"user\",\"content\":\"$(seq -s ' ' 1 9000)\"}],\"max_tokens\":16}"`: "make e2e-cluster",

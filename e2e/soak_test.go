@@ -30,7 +30,8 @@ import (
 // its request was killed (SIGKILL). SIGTERM costs no request anything.
 //
 // One prefill and one decode engine and the first replica are left alone: there is always a way to answer. Inside Envoy
-// (TANDEM_RUN=inside) that replica is the only one, tokens are counted, and streams outlive their engines.
+// (TANDEM_RUN=inside; with TANDEM_ROUTE=another on a route as Envoy Gateway makes it) that replica is the only one, tokens
+// are counted, and streams outlive their engines.
 func TestSoak(t *testing.T) {
 	length, err := time.ParseDuration(os.Getenv("SOAK"))
 	if err != nil {
@@ -114,6 +115,9 @@ func newSoak(t *testing.T) *soak {
 		o.top += fmt.Sprintf("state: {redis: {url: \"redis://%s/0\"}}\n", s.redisAt)
 	}
 	s.fleet = start(t, withOrders(t, o))
+	if s.routed { // the operator's port is that of all policies
+		s.admins[0] += "/chat"
+	}
 	s.lenient = true // killed engines have lost their counts; the soak checks the others itself
 	return s
 }
