@@ -24,7 +24,8 @@ run() { local name=$1; shift; "$@" > "$d/$name.log" 2>&1 & pids+=($!); eval "pid
 for e in prefill:11 prefill:12 decode:21 decode:22 prefill:31 decode:41; do
   run "engine_${e#*:}" bin/enginesim --listen "127.0.0.${e#*:}:8000" --side-channel "127.0.0.${e#*:}:5600" --role "${e%:*}" --model tiny --decode-step 2ms
 done
-run engine_alone bin/enginesim --listen 127.0.0.51:8000 --side-channel 127.0.0.51:5600 --connector none --model tiny
+# Asked without Tandem: it closes no idle connection, for a plain Envoy answers 503 if a request comes at that moment.
+run engine_alone bin/enginesim --keep-alive 1h --listen 127.0.0.51:8000 --side-channel 127.0.0.51:5600 --connector none --model tiny
 openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 1 -keyout "$d/key.pem" -out "$d/cert.pem" -subj /CN=engines.test \
   -addext subjectAltName=DNS:engines.test 2>/dev/null
 for e in prefill:71 prefill:72 decode:81 decode:82; do
