@@ -74,7 +74,10 @@ func (c *cluster) splits(role string) {
 func (c *cluster) prefills(role string) int { return c.prefillsIn("llm", role) }
 
 // prefillsIn is prefills of the engines in a namespace.
-func (c *cluster) prefillsIn(namespace, role string) (n int) {
+func (c *cluster) prefillsIn(namespace, role string) int { return len(c.prefilled(namespace, role)) }
+
+// prefilled returns the prompts that engines of a role, in a namespace, have computed for others.
+func (c *cluster) prefilled(namespace, role string) (out []seen) {
 	c.t.Helper()
 	pods := "kubectl get pods -n " + namespace + " -l app.kubernetes.io/name=tandem-engine,llm-d.ai/role=" + role + " -o jsonpath='{.items[*].status.podIP}'"
 	for ip := range strings.FieldsSeq(c.must(pods)) {
@@ -88,9 +91,9 @@ func (c *cluster) prefillsIn(namespace, role string) (n int) {
 		require.NoError(c.t, err)
 		for _, s := range list {
 			if s.Leg == "prefill" {
-				n++
+				out = append(out, s)
 			}
 		}
 	}
-	return n
+	return out
 }

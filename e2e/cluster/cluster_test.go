@@ -202,8 +202,13 @@ func (c *cluster) tlsForEnvoyGateway() {
 // chat sends a long chat, with a prompt of its own, to a host, and returns the answer's status and body.
 func (c *cluster) chat(host, user string, cookies ...*http.Cookie) (status, body string) {
 	c.t.Helper()
-	prompt := rand.Text() + strings.Repeat(" word", 10_000)
-	req, err := http.NewRequestWithContext(c.t.Context(), http.MethodPost, "http://"+c.gate+"/v1/chat/completions",
+	return c.ask(c.gate, host, user, rand.Text()+strings.Repeat(" word", 10_000), cookies...)
+}
+
+// ask is chat with a prompt, to an address.
+func (c *cluster) ask(address, host, user, prompt string, cookies ...*http.Cookie) (status, body string) {
+	c.t.Helper()
+	req, err := http.NewRequestWithContext(c.t.Context(), http.MethodPost, "http://"+address+"/v1/chat/completions",
 		strings.NewReader(fmt.Sprintf(`{"model":"tiny","messages":[{"role":"user","content":%q}]}`, prompt)))
 	require.NoError(c.t, err)
 	req.Host = host
@@ -363,6 +368,8 @@ type seen struct {
 	Path           string `json:"path"`
 	Leg            string `json:"leg"`
 	ExternalTokens int    `json:"external_tokens"`
+	CachedTokens   int    `json:"cached_tokens"`
+	PromptTokens   int    `json:"prompt_tokens"`
 }
 
 // requests returns the chats that the engines of a role got.

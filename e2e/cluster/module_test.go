@@ -4,6 +4,7 @@ package cluster
 
 import (
 	"fmt"
+	"io"
 	"maps"
 	"os"
 	"path/filepath"
@@ -19,7 +20,7 @@ import (
 
 // moduleValues are those of the chart, with engines, for the Gateway of existing.yaml.
 const moduleValues = `
-gateway: {mode: module, attach: web/http, hostnames: [chat.test], operator: {engines: [10.201.0.0/24]}}
+gateway: {mode: module, attach: web/http, hostnames: [chat.test], operator: {admin: "0.0.0.0:9090", engines: [10.201.0.0/24]}}
 image: {tag: v1}
 inside: {repository: registry.test/tandem-envoy}
 redis: {image: "tandem.test/redis:1"}
@@ -47,11 +48,15 @@ func TestModule(t *testing.T) {
 	require.NoError(t, err)
 	before := c.names()
 
-	notes := c.must("helm install chat " + chart + " --namespace default -f " + values + " --dry-run=client")
-	_, spec, _ := strings.Cut(notes, "\n  spec:\n")
-	spec, _, _ = strings.Cut(spec, "\n\nIt needs extensionApis")
-	proxy := "apiVersion: gateway.envoyproxy.io/v1alpha1\nkind: EnvoyProxy\nmetadata: {name: web, namespace: default}\nspec:\n" + spec + "\n"
-	require.NoError(t, os.WriteFile(filepath.Join(c.dir, "proxy.yaml"), []byte(proxy), 0o600))
+	// proxy writes the EnvoyProxy of the Gateway, with what the chart's notes say that it needs.
+	proxy := func(more string) {
+		notes := c.must("helm install chat " + chart + " --namespace default -f " + values + more + " --dry-run=client")
+		_, spec, _ := strings.Cut(notes, "\n  spec:\n")
+		spec, _, _ = strings.Cut(spec, "\n\nIt needs extensionApis")
+		text := "apiVersion: gateway.envoyproxy.io/v1alpha1\nkind: EnvoyProxy\nmetadata: {name: web, namespace: default}\nspec:\n" + spec + "\n"
+		require.NoError(t, os.WriteFile(filepath.Join(c.dir, "proxy.yaml"), []byte(text), 0o600))
+	}
+	proxy("")
 
 	c.show("helm install chat " + chart + " --namespace default -f " + values + " --set gateway.attach=none/none --wait --timeout 6m") // the ConfigMap is there before Envoys mount it
 	c.show("kubectl apply -f proxy.yaml")
@@ -94,6 +99,17 @@ func TestModule(t *testing.T) {
 		c.show("kubectl rollout restart -n envoy-gateway-system deployment " + ofWeb)
 		c.must("kubectl rollout status --timeout=4m -n envoy-gateway-system deployment " + ofWeb)
 	})
+	step("two Envoys share a Redis", func() {
+		const more = " --set redis.enabled=true,replicas=2"
+		c.show("helm upgrade chat " + chart + " --namespace default -f " + values + more + " --wait --timeout 6m")
+		proxy(more)
+		c.show("kubectl apply -f proxy.yaml")
+		c.agree()
+		c.show("helm upgrade chat " + chart + " --namespace default -f " + values)
+		proxy("")
+		c.show("kubectl apply -f proxy.yaml")
+		c.await("one Envoy is left", func() bool { return len(c.envoys()) == 1 })
+	})
 	t.Run("a policy that is not valid", func(t *testing.T) {
 		c := c.under(t)
 		const path = `[{"op":"replace","path":"/spec/dynamicModule/0/config/tandem/pools/0/kvTransfer","value":"%s"},{"op":"replace","path":"/spec/dynamicModule/0/config/name","value":"%s"}]`
@@ -123,6 +139,49 @@ func TestModule(t *testing.T) {
 		return !strings.Contains(c.must("kubectl get pods -A -o jsonpath='{.items[*].spec.containers[*].image}'"), "tandem-envoy")
 	})
 	c.await("the other route serves", func() bool { return c.status() == "200" })
+}
+
+// envoys returns the addresses of the Gateway's Envoys.
+func (c *cluster) envoys() []string {
+	c.t.Helper()
+	return strings.Fields(c.must("kubectl get pods -n envoy-gateway-system " + ofWeb + " -o jsonpath='{.items[*].status.podIP}'"))
+}
+
+// agree holds two Envoys to what they share: prompts that came to one go to the same engine if they come to the other.
+func (c *cluster) agree() {
+	c.t.Helper()
+	admin := func(ip, path string) string {
+		resp, err := c.client.Get("http://" + ip + ":9090" + path)
+		if err != nil {
+			return err.Error() // it starts
+		}
+		defer resp.Body.Close()
+		text, _ := io.ReadAll(resp.Body)
+		return string(text)
+	}
+	var at []string
+	c.await("both know of each other", func() bool {
+		at = c.envoys()
+		return len(at) == 2 && !slices.ContainsFunc(at, func(ip string) bool {
+			return !strings.Contains(admin(ip, "/default.chat/readyz"), "2 replicas")
+		})
+	})
+	for i := range 6 {
+		prompt := fmt.Sprint(i, strings.Repeat(" shared", 10_000))
+		status, body := c.ask(at[i%2]+":10080", "chat.test", "", prompt)
+		require.Equal(c.t, "200", status, body)
+		time.Sleep(2 * time.Second) // others' requests go on, so counts of blocks never stand still
+		cached := func() (n int) {
+			for _, s := range c.prefilled("default", "prefill") {
+				n += s.CachedTokens
+			}
+			return n
+		}
+		before := cached()
+		status, body = c.ask(at[1-i%2]+":10080", "chat.test", "", prompt)
+		require.Equal(c.t, "200", status, body)
+		require.Greater(c.t, cached(), before+5_000, "the other Envoy's request found its prompt")
+	}
 }
 
 // names are the resources that a user sees, without those that come and go by themselves.
