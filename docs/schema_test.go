@@ -205,6 +205,19 @@ func TestSchemaTakesAndRefuses(t *testing.T) {
 	}
 }
 
+// merged returns values over others, as Helm merges them.
+func merged(under, over map[string]any) map[string]any {
+	out := maps.Clone(under)
+	for name, value := range over {
+		below, isMap := out[name].(map[string]any)
+		if more, ok := value.(map[string]any); ok && isMap {
+			value = merged(below, more)
+		}
+		out[name] = value
+	}
+	return out
+}
+
 // Values of the chart that pages show are those that it takes.
 func TestValuesShownAreValid(t *testing.T) {
 	check, n := schemaCheck(t, valuesFile), 0
@@ -215,9 +228,7 @@ func TestValuesShownAreValid(t *testing.T) {
 			shown := map[string]any{}
 			text := strings.ReplaceAll("\n"+m[2], "\n"+m[1], "\n")
 			require.NoError(t, yaml.Unmarshal([]byte(text), &shown), "%s: %s", page, text)
-			values := maps.Clone(defaults)
-			maps.Copy(values, shown)
-			whole, err := yaml.Marshal(values)
+			whole, err := yaml.Marshal(merged(defaults, shown))
 			require.NoError(t, err)
 			require.NoError(t, check(string(whole)), "%s: %s", page, text)
 			n++
