@@ -111,8 +111,8 @@ replay: ##measure all routing tables of docs, from traces (three quarters of an 
 	for suite in $(SUITE); do $(GO) run ./cmd/tandem replay --suite $$suite || exit; done
 
 # Does `tandem replay --recording` tell the truth? Traffic through a real Envoy, its replay, and what is advised tried.
-truth: tools build ##measure how well a replay predicts another fleet (MINUTES=3 of each of four; SLOW=3 on a busy machine)
-	$(GO) run ./e2e/truth -minutes $(or $(MINUTES),3) -slow $(or $(SLOW),1)
+truth: tools build ##measure how well a replay predicts another fleet (MINUTES=3 of each; THEN="1+1 load:2,4"; SLOW=3 on a busy machine)
+	$(GO) run ./e2e/truth -minutes $(or $(MINUTES),3) -slow $(or $(SLOW),1) -then "$(THEN)"
 
 # envoyproxy/ratelimit to .tools/bin, for the test of docs/howto/limit-tokens.md (some minutes).
 ratelimit: ##real envoyproxy/ratelimit to .tools/bin, for the test of limit-tokens.md

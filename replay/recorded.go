@@ -28,6 +28,7 @@ type Recorded struct {
 	// how many recordings were joined, and requests that continue a conversation of another one
 	Recordings, Crossed int
 
+	whole  bool // nobody ended it while conversations went on
 	shared map[uint64]bool
 	mu     sync.Mutex
 	played map[string]*RecordedResult // by variant
@@ -367,7 +368,9 @@ func (o *Recorded) Fleet() (c Config, host float64, notes []string) {
 	m.Bandwidth /= mean(link)
 	m.TokenBytes = cmp.Or(p.TokenBytes, m.TokenBytes)
 	m.StepTokens = cmp.Or(p.StepTokens, m.StepTokens)
-	c.LocalTokens, c.Known = int(m.StepTokens), true
+	c.LocalTokens = int(m.StepTokens)
+	known := *m // a profile changes the engines, and not what Tandem knew
+	c.Knows = &known
 	if len(kv) > 0 {
 		m.KVTokens = mean(kv)
 	}

@@ -3,10 +3,15 @@ package replay
 import (
 	"bufio"
 	"bytes"
+	"cmp"
 	"compress/gzip"
+	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"os"
+	"path/filepath"
+	"slices"
 	"strings"
 
 	"tandem/recording"
@@ -16,25 +21,132 @@ import (
 
 // IsTrace reports whether a file is a trace of requests (Mooncake's format) and no recording of Tandem's. A file that
 // cannot be read is none.
-func IsTrace(path string) bool {
+func IsTrace(path string) bool { return bytes.Contains(firstLine(path), []byte(`"input_length"`)) }
+
+// IsSessions reports whether a file that [IsTrace] has conversations (aiperf's sessions, mooncake_trace).
+func IsSessions(path string) bool { return bytes.Contains(firstLine(path), []byte(`"session_id"`)) }
+
+// firstLine returns the first line of a file, if that is none of Tandem's recordings.
+func firstLine(path string) []byte {
 	about, err := os.Stat(path)
 	if err != nil || !about.Mode().IsRegular() {
-		return false
+		return nil
 	}
 	file, err := os.Open(path)
 	if err != nil {
-		return false
+		return nil
 	}
 	defer file.Close()
-	var from io.Reader = file
-	if strings.HasSuffix(path, ".gz") {
-		if from, err = gzip.NewReader(file); err != nil {
-			return false
-		}
+	from, err := unpacked(path, file)
+	if err != nil {
+		return nil
 	}
-	begin, _ := io.ReadAll(io.LimitReader(bufio.NewReader(from), 64<<10))
+	begin, _ := io.ReadAll(io.LimitReader(from, 64<<10))
 	line, _, _ := bytes.Cut(begin, []byte("\n"))
-	return bytes.Contains(line, []byte(`"input_length"`)) && !bytes.Contains(line, []byte(`"tandem_recording"`))
+	if bytes.Contains(line, []byte(`"tandem_recording"`)) {
+		return nil
+	}
+	return line
+}
+
+func unpacked(path string, file io.Reader) (io.Reader, error) {
+	if strings.HasSuffix(path, ".gz") {
+		return gzip.NewReader(file)
+	}
+	return bufio.NewReader(file), nil
+}
+
+// LoadSessions returns the conversations of a file as those of a recording: they begin at their timestamps, and a turn
+// comes its delay after the answer before it. As aiperf reads it, input_length is what a turn's prompt has beside the
+// conversation before it.
+func LoadSessions(path string) (*Recorded, error) {
+	file, err := os.Open(path)
+	if err != nil {
+		return nil, fmt.Errorf("opening sessions: %w", err)
+	}
+	defer file.Close()
+	from, err := unpacked(path, file)
+	if err != nil {
+		return nil, fmt.Errorf("opening %s: %w", path, err)
+	}
+	o := &Recorded{Pool: recording.Pool{Name: filepath.Base(path)}, Sample: 1, Recordings: 1, Skipped: map[string]int{},
+		whole: true}
+	last, unique := map[string]int{}, uint64(1)<<62
+	rows := json.NewDecoder(from)
+	for n := 1; ; n++ {
+		var row sessionRow
+		if err := rows.Decode(&row); errors.Is(err, io.EOF) {
+			break
+		} else if err != nil {
+			return nil, fmt.Errorf("%s, object %d: %w", path, n, err)
+		}
+		x := RecordedTurn{At: row.Timestamp / 1000, On: -1, Input: row.Input, Output: max(row.Output, 1), root: len(o.Turns)}
+		known := row.Hashes[:min(len(row.Hashes), max(row.Input, 0)/engine.BlockTokens)]
+		if on, is := last[row.Session]; is {
+			before := &o.Turns[on]
+			x.On, x.root, x.Gap, known = on, before.root, row.Delay/1000, before.Kept
+			if x.At == 0 {
+				x.At = before.At + x.Gap + usualStep*float64(before.Output)
+			} else if row.Delay == 0 {
+				x.Gap = -max(x.At-before.At, 1e-9)
+			}
+			x.Input += before.Input + before.Output
+		}
+		if row.Session == "" || row.Input < 1 || x.Input+x.Output > 1<<24 || !(x.At >= 0 && x.At < 1e9) || !(row.Delay >= 0) {
+			return nil, fmt.Errorf("%s, object %d: not a turn of a session: %+v", path, n, row)
+		}
+		x.Kept = append(x.Kept, known...)
+		for len(x.Kept)*engine.BlockTokens < x.Input+x.Output {
+			unique++
+			x.Kept = append(x.Kept, unique)
+		}
+		x.Blocks = x.Kept[:(x.Input+engine.BlockTokens-1)/engine.BlockTokens]
+		x.Was = &recording.Request{N: uint64(n), Pool: o.Pool.Name, Prompt: int64(x.Input), Cached: -1, Answer: int64(x.Output)}
+		last[row.Session] = len(o.Turns)
+		o.Turns = append(o.Turns, x)
+	}
+	if len(o.Turns) < 2 {
+		return nil, fmt.Errorf("%s: one request is too few", path)
+	}
+	o.byArrival()
+	o.shared = sharedBy(o.Turns, func(t *RecordedTurn) []uint64 { return t.Blocks })
+	return o, nil
+}
+
+// usualStep is how long a token of an answer is thought to take where only the order of requests hangs on it, s.
+const usualStep = .02
+
+type sessionRow struct {
+	Session   string   `json:"session_id"`
+	Timestamp float64  `json:"timestamp"` // ms
+	Delay     float64  `json:"delay"`     // ms
+	Input     int      `json:"input_length"`
+	Output    int      `json:"output_length"`
+	Hashes    []uint64 `json:"hash_ids"`
+}
+
+// byArrival sorts the turns, and has the first of them come at 0.
+func (o *Recorded) byArrival() {
+	order := make([]int, len(o.Turns))
+	for i := range order {
+		order[i] = i
+	}
+	slices.SortStableFunc(order, func(a, b int) int { return cmp.Compare(o.Turns[a].At, o.Turns[b].At) })
+	is := make([]int, len(order))
+	sorted := make([]RecordedTurn, len(order))
+	for i, was := range order {
+		is[was], sorted[i] = i, o.Turns[was]
+	}
+	first := sorted[0].At
+	for i := range sorted {
+		t := &sorted[i]
+		t.root, t.At = is[t.root], t.At-first
+		if t.On >= 0 {
+			t.On = is[t.On]
+		}
+		t.Was.T = t.At
+	}
+	o.Turns, o.Seconds = sorted, max(sorted[len(sorted)-1].At, 1)
 }
 
 // LoadTrace returns the requests of a trace as those of a recording: each comes when it came. Nobody measured how they

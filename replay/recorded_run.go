@@ -121,6 +121,7 @@ func RunRecorded(ctx context.Context, name string, c Config, o *Recorded, host, 
 		children: make([][]int, len(o.Turns)), seen: map[uint64]bool{}}
 	p.fleet.answered, p.fleet.started = p.ended, p.starts
 	for _, e := range p.engines() {
+		engine.Poll(e)
 		if host > 0 {
 			engine.Host(e, host, hostSpeed/c.Engine.TokenBytes)
 		}
@@ -194,7 +195,7 @@ func (p *recordedPlayer) arrivals(copies float64) (last float64) {
 // ask makes a request.
 func (p *recordedPlayer) ask(turn, number int) {
 	t := &p.load.Turns[turn]
-	if p.Now > p.load.Seconds*1.01 && t.On >= 0 { // the recording ended before
+	if p.Now > p.load.Seconds*1.01 && t.On >= 0 && !p.load.whole { // the recording ended before
 		return
 	}
 	kept := p.blocks(t.Kept, number)

@@ -223,6 +223,46 @@ func TestExported(t *testing.T) {
 	}
 }
 
+// aiperf puts the prompts of a session and their answers before each of its prompts, and refuses a hash_id that stands
+// for blocks of two lengths: what continues an answer is written without them, and what branches off as a session.
+func TestExportedAsAIPerfReadsIt(t *testing.T) {
+	o := &Recorded{Turns: []RecordedTurn{
+		{On: -1, Input: 1100, Output: 20, Blocks: []uint64{7, 8, 9}},
+		{At: 2, On: 0, Gap: .5, Input: 1700, Output: 20, Blocks: []uint64{7, 8, 9, 10}},
+		{At: 3, On: 0, Gap: 1, Input: 1536, Output: 20, Blocks: []uint64{7, 8, 9}},
+		{At: 4, On: 1, Gap: .5, Input: 1710, Output: 20, Blocks: []uint64{7, 8, 9, 10}}, // without most of the answer
+		{At: 5, On: 3, Gap: -.1, Input: 1800, Output: 20, Blocks: []uint64{7, 8, 9, 10}},
+	}}
+	var sessions, requests strings.Builder
+	require.NoError(t, o.WriteSessions(&sessions))
+	require.Equal(t, `{"session_id":"0","timestamp":0,"input_length":1100,"output_length":20,"hash_ids":[0,1,2]}
+{"session_id":"0","delay":500,"input_length":580,"output_length":20}
+{"session_id":"2","timestamp":3000,"input_length":1536,"output_length":20,"hash_ids":[0,1,3]}
+{"session_id":"0","delay":500,"input_length":1,"output_length":20}
+{"session_id":"4","timestamp":5000,"input_length":1800,"output_length":20,"hash_ids":[0,1,3,4]}
+`, sessions.String())
+	file := filepath.Join(t.TempDir(), "x.sessions")
+	require.NoError(t, os.WriteFile(file, []byte(sessions.String()), 0o600))
+	require.True(t, IsTrace(file) && IsSessions(file))
+	back, err := LoadSessions(file)
+	require.NoError(t, err)
+	var turns []string
+	for i := range back.Turns {
+		turn := &back.Turns[i]
+		turns = append(turns, fmt.Sprint(turn.On, turn.Gap, turn.Input, turn.Output))
+		require.Equal(t, back.Turns[0].Blocks[:2], turn.Blocks[:2])
+	}
+	require.Equal(t, []string{"-1 0 1100 20", "0 0.5 1700 20", "1 0.5 1721 20", "-1 0 1536 20", "-1 0 1800 20"}, turns)
+	v := Variant{Policy: "tandem", Config: DefaultConfig(), Load: 1}
+	r, err := v.Play(t.Context(), back)
+	require.NoError(t, err)
+	require.Zero(t, r.Stuck)
+	require.Greater(t, r.Cached, .5)
+	require.NoError(t, o.WriteMooncake(&requests))
+	require.Contains(t, requests.String(), `"input_length":1100,"output_length":20,"hash_ids":[0,1,2]`)
+	require.Contains(t, requests.String(), `"timestamp":3000,"input_length":1536,"output_length":20,"hash_ids":[0,1,3]`)
+}
+
 func FuzzRecording(f *testing.F) {
 	f.Add(`{"tandem_recording":1,"id":"x","block_bytes":512,"sample":1}` + "\n" +
 		`{"n":1,"t":1,"blocks":"AAAAAAAA","prompt":3}` + "\n" +

@@ -96,9 +96,9 @@ func (t *tandem) newReplica(number int) *replica {
 	r.picker.AnswerWeight, r.picker.Promise = t.config.AnswerWeight, t.config.Promise
 	// engines report their capacity; the other constants Tandem does not know
 	r.picker.Model.KVTokens = t.config.Engine.KVTokens
-	if m, is := &r.picker.Model, &t.config.Engine; t.config.Known {
-		m.PrefillStep, m.PrefillToken, m.PrefillContext = is.PrefillStep, is.PrefillToken, is.PrefillContext
-		m.TokenBytes, m.StepTokens = is.TokenBytes, is.StepTokens
+	if m, knows := &r.picker.Model, t.config.Knows; knows != nil {
+		m.PrefillStep, m.PrefillToken, m.PrefillContext = knows.PrefillStep, knows.PrefillToken, knows.PrefillContext
+		m.TokenBytes, m.StepTokens = knows.TokenBytes, knows.StepTokens
 	}
 	r.tick = func() { r.ticking = false; r.dispatch() }
 	r.After(0, r.scrape)

@@ -312,7 +312,7 @@ func fleetsOf(like Variant, n int) (out []Variant) {
 }
 
 // better reports whether a row is better than another one: more requests keep their targets, or as many do and first
-// tokens come sooner.
+// tokens come sooner, or as soon on engines that need neither roles nor KV transfer.
 func (r *Row) better(than *Row) bool {
 	if than.RecordedResult == nil {
 		return true
@@ -320,8 +320,14 @@ func (r *Row) better(than *Row) bool {
 	if math.Abs(r.Kept-than.Kept) > .005 {
 		return r.Kept > than.Kept
 	}
-	return r.TTFT.Mean < than.TTFT.Mean
+	if sooner := than.TTFT.Mean / max(r.TTFT.Mean, 1e-9); math.Abs(sooner-1) > .02 {
+		return sooner > 1
+	}
+	return r.plain() && !than.plain()
 }
+
+// plain reports whether every engine serves both legs, always.
+func (r *Row) plain() bool { return r.Config.Both > 0 && !r.Config.Roles }
 
 // pays reports whether roles serve more than a hundredth more of the requests.
 func (a *Advice) pays() bool { return a.Split.Kept > a.Whole.Kept+.01 }

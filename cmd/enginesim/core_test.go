@@ -151,6 +151,23 @@ func TestHeartbeats(t *testing.T) {
 	require.Equal(t, map[string]int64{"expired": 1}, d.State().ViolationsBy)
 }
 
+// TestAFetchTakesSteps: where the parts of steps are modelled, a request is scheduled at a step's beginning, its KV is
+// looked for in the next one, and its first token comes at the end of the one after that, as with vLLM 0.32.
+func TestAFetchTakesSteps(t *testing.T) {
+	t.Parallel() // mostly waits
+	p := startEngine(t, "-role", "prefill")
+	d := startEngine(t, "-role", "decode", "-chunk", "2048", "-decode-step", "100ms")
+	busy := d.later(t, "busy", chat("Hi", `"max_tokens":40,"stream":true`))
+	require.Eventually(t, func() bool {
+		return !strings.Contains(d.counters(t), `vllm:generation_tokens_total{engine="0",model_name="tiny"} 0`)
+	}, patience, time.Millisecond)
+	leg := chat(longPrompt, `"max_tokens":1`, decodeMembers(p.prefill(t, "r", longPrompt)))
+	began := time.Now()
+	require.Equal(t, 200, d.post(t, chatPath, "r", leg).status)
+	require.GreaterOrEqual(t, time.Since(began), 300*time.Millisecond)
+	require.Equal(t, 200, (<-busy).status)
+}
+
 // TestExpiryClock: a bidirectional engine tells its clock, and declines a read for which the hand-over tells too little
 // time by P's clock.
 func TestExpiryClock(t *testing.T) {

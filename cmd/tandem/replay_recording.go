@@ -93,11 +93,7 @@ func replayRecording(ctx context.Context, o replayOptions, stdout, bars io.Write
 // load reads recordings, and the fleet that they were made of; or a trace, whose fleet flags say.
 func (o *recordingOptions) load(flags replay.Config) (*replay.Recorded, replay.Variant, []string, error) {
 	if len(o.files) == 1 && replay.IsTrace(o.files[0]) {
-		t, err := traces.Open(o.files[0], 0, flags.Seed)
-		if err != nil {
-			return nil, replay.Variant{}, nil, err
-		}
-		load, err := replay.LoadTrace(t)
+		load, err := loadTrace(o.files[0], flags.Seed)
 		now := replay.Variant{Policy: "tandem", Config: flags, Load: 1}
 		now.Name = now.Fleet()
 		return load, now, []string{"a trace: nobody measured how it was served"}, err
@@ -112,6 +108,17 @@ func (o *recordingOptions) load(flags replay.Config) (*replay.Recorded, replay.V
 	}
 	now, notes := load.Variant()
 	return load, now, notes, nil
+}
+
+func loadTrace(file string, seed uint64) (*replay.Recorded, error) {
+	if replay.IsSessions(file) {
+		return replay.LoadSessions(file)
+	}
+	t, err := traces.Open(file, 0, seed)
+	if err != nil {
+		return nil, err
+	}
+	return replay.LoadTrace(t)
 }
 
 // ask plays all that was asked for, and the loads of pictures where there is a page.

@@ -1,8 +1,9 @@
 // Command truth asks whether `tandem replay --recording` tells the truth: it records traffic through a real Envoy
 // with simulated engines whose speeds Tandem's model does not have, replays it, changes the fleet to what the
-// replay advises, sends the same traffic again, and compares what was predicted with what happened.
+// replay advises, or to what it is told, sends the same traffic again, and compares what was predicted with what
+// happened.
 //
-//	go run ./e2e/truth -minutes 3          (make truth)
+//	go run ./e2e/truth -minutes 3 -then "1+3,2 load:1.5"          (make truth THEN="1+3,2 load:1.5")
 package main
 
 import (
@@ -21,6 +22,8 @@ import (
 	"os/exec"
 	"os/signal"
 	"path/filepath"
+	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"syscall"
@@ -34,6 +37,8 @@ func main() {
 	minutes := flag.Float64("minutes", 3, "of traffic that each fleet gets")
 	kinds := flag.String("traffic", "mixed,agents", "kinds of traffic, with commas")
 	fleet := flag.String("fleet", "3+1", "engines that prefill and that decode, at first")
+	then := flag.String("then", "", "fleets to measure then, with commas, as tandem replay --what-if reads them, of "+
+		"engines, roles:auto and load:X (so many times the traffic); default: what the replay advises")
 	speed := flag.Float64("prefill-speed", 4000, "tokens/s of an engine's prefill")
 	step := flag.Duration("decode-step", 15*time.Millisecond, "of an engine")
 	slow := flag.Float64("slow", 1, "everything takes so many times as long, so that a busy machine disturbs it less")
@@ -44,7 +49,7 @@ func main() {
 	for kind := range strings.SplitSeq(*kinds, ",") {
 		t := truth{kind: kind, lasts: time.Duration(*minutes * float64(time.Minute)), speed: *speed / *slow,
 			step: times(*slow, *step), slow: *slow, dir: *keep}
-		if err := t.run(ctx, *fleet); err != nil {
+		if err := t.run(ctx, *fleet, strings.FieldsFunc(*then, func(r rune) bool { return r == ',' })); err != nil {
 			fmt.Fprintln(os.Stderr, "truth:", err)
 			os.Exit(1)
 		}
@@ -80,31 +85,32 @@ type report struct {
 	Advice             []string
 }
 
-func (t *truth) run(ctx context.Context, fleet string) error {
-	before, err := t.record(ctx, fleet, true)
+func (t *truth) run(ctx context.Context, fleet string, then []string) error {
+	before, err := t.record(ctx, fleet, then, true)
 	if err != nil {
 		return err
 	}
 	fmt.Printf("\n## %s, %s each\n\n", t.kind, t.lasts)
 	compare(fleet, &before.Measured, &before.Replayed)
 	fmt.Printf("\n%s\n\n", strings.Join(before.Advice, "\n"))
-	next := before.Run
-	var predicted *result
-	for i := range before.Rows {
-		if before.Rows[i].Name == next {
-			predicted = &before.Rows[i]
+	if len(then) == 0 {
+		then = []string{before.Run}
+	}
+	for _, next := range then {
+		i := slices.IndexFunc(before.Rows, func(r result) bool { return r.Name == next })
+		if i < 0 {
+			return fmt.Errorf("the replay has no row for %q", next)
 		}
+		after, err := t.record(ctx, next, nil, false)
+		if err != nil {
+			return err
+		}
+		fmt.Printf("The same traffic on %s:\n\n", next)
+		compare(next, &after.Measured, &before.Rows[i])
+		changes(&before.Measured, &after.Measured, &before.Replayed, &before.Rows[i])
+		fmt.Printf("\nWhat was measured there beside its own replay:\n\n")
+		compare(next, &after.Measured, &after.Replayed)
 	}
-	if predicted == nil {
-		return errors.New("the advised fleet has no row")
-	}
-	after, err := t.record(ctx, next, false)
-	if err != nil {
-		return err
-	}
-	fmt.Printf("The same traffic on %s:\n\n", next)
-	compare(next, &after.Measured, predicted)
-	changes(&before.Measured, &after.Measured, &before.Replayed, predicted)
 	return nil
 }
 
@@ -159,8 +165,8 @@ func changes(before, after, predictedBefore, predicted *result) {
 	}
 }
 
-// record sends traffic to a fleet and replays its recording.
-func (t *truth) record(ctx context.Context, fleet string, advise bool) (*report, error) {
+// record sends traffic to a fleet and replays its recording: on other fleets, too, and for advice.
+func (t *truth) record(ctx context.Context, fleet string, whatIf []string, advise bool) (*report, error) {
 	dir, err := os.MkdirTemp(t.dir, "truth-"+t.kind+"-")
 	if err != nil {
 		return nil, err
@@ -170,11 +176,15 @@ func (t *truth) record(ctx context.Context, fleet string, advise bool) (*report,
 	}
 	group := &process.Group{Dir: dir}
 	defer group.Stop()
+	fleet, load, err := loadOf(fleet)
+	if err != nil {
+		return nil, err
+	}
 	url, engines, err := t.start(ctx, group, fleet)
 	if err != nil {
 		return nil, err
 	}
-	if err := t.traffic(ctx, url); err != nil {
+	if err := t.traffic(ctx, url, load); err != nil {
 		return nil, err
 	}
 	group.Stop()
@@ -185,6 +195,9 @@ func (t *truth) record(ctx context.Context, fleet string, advise bool) (*report,
 	args := []string{"replay", "--recording", filepath.Join(dir, "recordings"), "--json", "--profile", profile}
 	if advise {
 		args = append(args, "--advise", fmt.Sprint(engines))
+	}
+	for _, variant := range whatIf {
+		args = append(args, "--what-if", variant)
 	}
 	text, err := exec.CommandContext(ctx, "bin/tandem", args...).Output()
 	if err != nil {
@@ -309,8 +322,21 @@ type message struct {
 	Content string `json:"content"`
 }
 
+// loadOf takes load:X out of a fleet's description.
+func loadOf(text string) (fleet string, load float64, err error) {
+	load = 1
+	words := strings.Fields(text)
+	for i, word := range words {
+		if x, ok := strings.CutPrefix(word, "load:"); ok {
+			load, err = strconv.ParseFloat(x, 64)
+			words[i] = ""
+		}
+	}
+	return strings.TrimSpace(strings.Join(words, " ")), load, err
+}
+
 // traffic sends requests until the time is over, and waits for their answers.
-func (t *truth) traffic(ctx context.Context, url string) error {
+func (t *truth) traffic(ctx context.Context, url string, load float64) error {
 	ctx, cancel := context.WithTimeout(ctx, t.lasts+times(t.slow, 2*time.Minute))
 	defer cancel()
 	end := time.Now().Add(t.lasts)
@@ -328,12 +354,12 @@ func (t *truth) traffic(ctx context.Context, url string) error {
 		return text
 	}
 	if t.kind == "agents" {
-		for i := range 10 {
+		for i := range int(10 * load) {
 			clients.Go(func() { agent(ctx, i, end, t.slow, ask) })
 		}
 		clients.Wait()
 	} else {
-		mixed(ctx, end, t.slow, &clients, ask)
+		mixed(ctx, end, t.slow, load, &clients, ask)
 	}
 	clients.Wait()
 	select {
@@ -354,7 +380,8 @@ func text(random *rand.Rand, tokens int) string {
 }
 
 // mixed: chats that ask once, some of them long, of three applications with a system prompt each.
-func mixed(ctx context.Context, end time.Time, slow float64, clients *sync.WaitGroup, ask func([]message, int) string) {
+func mixed(ctx context.Context, end time.Time, slow, load float64, clients *sync.WaitGroup,
+	ask func([]message, int) string) {
 	random := rand.New(rand.NewPCG(7, 1))
 	var systems []string
 	for range 3 {
@@ -368,7 +395,7 @@ func mixed(ctx context.Context, end time.Time, slow float64, clients *sync.WaitG
 		m := []message{{"system", systems[random.IntN(3)]}, {"user", text(random, int(min(length, 6000)))}}
 		tokens := 30 + random.IntN(170)
 		clients.Go(func() { ask(m, tokens) })
-		wait(ctx, times(slow, time.Duration(random.ExpFloat64()*400)*time.Millisecond))
+		wait(ctx, times(slow/load, time.Duration(random.ExpFloat64()*400)*time.Millisecond))
 	}
 }
 

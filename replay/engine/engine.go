@@ -28,6 +28,8 @@ type Engine struct {
 	batch   batch
 	fresh   []*Job // joined since the last step began: their first token is due at its end
 	joining []*Job // join at the next step
+	fetched []*Job // whose KV came while a step ran, where the engine polls: the next step notices it
+	polls   bool
 	running bool
 
 	host  hostMemory
@@ -106,6 +108,11 @@ func Host(e *Engine, tokens, rate float64) {
 	e.host = hostMemory{cache: NewCache(true), limit: int(tokens / BlockTokens), rate: rate}
 }
 
+// Poll makes the engine look whether KV has come from other engines when a step has begun, as vLLM does (0.32.0,
+// v1/worker/kv_connector_model_runner_mixin.py): the answer joins the step after that one. Without, it joins the step
+// after the one in which its KV came.
+func Poll(e *Engine) { e.polls = true }
+
 // Add brings a request's leg to this engine.
 func (e *Engine) Add(j *Job, leg Leg) {
 	j.leg = leg
@@ -132,7 +139,7 @@ const reserved = 512
 
 // admit gives memory to waiting requests, in order.
 func (e *Engine) admit() {
-	budget := e.tokens - len(e.batch) - len(e.joining)
+	budget := e.tokens - len(e.batch) - len(e.joining) - len(e.fetched)
 	for _, j := range e.prompts {
 		budget -= j.length() - j.computed
 	}
@@ -225,6 +232,10 @@ func (e *Engine) fetch(j *Job) {
 			from.wake()
 		}
 		e.hold(j.Blocks, j.ofLast(j.Blocks, j.Input))
+		if e.polls && e.running {
+			e.fetched = append(e.fetched, j)
+			return
+		}
 		e.joining = append(e.joining, j)
 		e.wake()
 	})
@@ -268,11 +279,11 @@ func (e *Engine) hold(blocks []uint64, last int) {
 // step begins a step, if there is work.
 func (e *Engine) step() {
 	e.admit()
-	for _, j := range e.joining {
-		e.fresh = append(e.fresh, j)
-		e.join(j, j.Output)
+	e.joinAll()
+	e.joining, e.fetched = append(e.joining, e.fetched...), e.fetched[:0]
+	if len(e.batch)+len(e.prompts) == 0 {
+		e.joinAll() // a step without anything to compute takes no time
 	}
-	e.joining = e.joining[:0]
 	e.running = len(e.batch)+len(e.prompts) > 0
 	if !e.running {
 		return
@@ -300,6 +311,15 @@ func (e *Engine) step() {
 		e.Alone += prompts
 	}
 	e.After(e.took, e.end)
+}
+
+// joinAll lets those begin to write whose KV is here.
+func (e *Engine) joinAll() {
+	for _, j := range e.joining {
+		e.fresh = append(e.fresh, j)
+		e.join(j, j.Output)
+	}
+	e.joining = e.joining[:0]
 }
 
 // answerStep returns the time of a step without prompts.
@@ -479,7 +499,7 @@ func (e *Engine) arrived(j *Job) {
 
 // Requests returns the answers that run or wait here, and the prompts that are computed or wait.
 func (e *Engine) Requests() (answers, prompts int) {
-	answers = len(e.batch) + len(e.joining)
+	answers = len(e.batch) + len(e.joining) + len(e.fetched)
 	fetching := e.requests - answers - len(e.prompts)
 	for _, j := range e.waiting {
 		if j.leg == Decode {

@@ -98,6 +98,35 @@ func TestTransfersAreCounted(t *testing.T) {
 	}, e.Moved)
 }
 
+// Where an engine polls, an answer joins the step after the one in which its KV is noticed: its first token comes a step
+// later, unless nothing else runs.
+func TestPoll(t *testing.T) {
+	m := picker.DefaultModel()
+	firstAfter := func(polls, busy bool) float64 {
+		var c Clock
+		first := 0.0
+		fetched := &Job{Input: 100, Output: 2}
+		e := New(&c, m, 2048, Events{First: func(j *Job) {
+			if j == fetched {
+				first = c.Now
+			}
+		}, Done: func(*Job) {}})
+		if polls {
+			Poll(e)
+		}
+		if busy {
+			e.Add(&Job{Input: 10, Output: 100}, Both)
+		}
+		c.After(.1, func() { e.Add(fetched, Decode) })
+		play(&c)
+		empty(t, e)
+		return first - .1
+	}
+	step := m.DecodeStep + m.DecodeAnswer
+	require.InDelta(t, step, firstAfter(true, true)-firstAfter(false, true), .1*step)
+	require.InDelta(t, firstAfter(false, false), firstAfter(true, false), 1e-9)
+}
+
 // The KV of a prompt that was computed for another engine is held until that one has fetched it. It is then still
 // cached, and does not count as an answer.
 func TestKVIsHeldUntilFetched(t *testing.T) {

@@ -18,8 +18,8 @@ import (
 //     each has in, out, hash_ids, and t or think_time and api_time. Subagents are left out: the gap in which they ran
 //     stays
 //   - sessions of aiperf (github.com/ai-dynamo/aiperf, mooncake_trace), an object a request with session_id,
-//     input_length, output_length and delay or timestamp (ms). With hash_ids input_length is the whole prompt; without,
-//     it is what the prompt has beside those of its session before it and their answers
+//     input_length, output_length and delay or timestamp (ms). input_length is what the prompt has beside those of its
+//     session before it and their answers
 func Read(name string, r io.Reader) (all []Session, err error) {
 	in := json.NewDecoder(r)
 	bySession := map[string]*rows{}
@@ -154,15 +154,13 @@ func ofTester(text []byte) (Session, error) {
 // rows are the requests of a session of aiperf so far.
 type rows struct {
 	session Session
-	hashed  hashed
 	last    float64 // ms: timestamp of the last one
 }
 
 func (x *rows) add(text []byte) error {
 	var in struct {
-		Input     int      `json:"input_length"`
-		Output    int      `json:"output_length"`
-		Hashes    []uint64 `json:"hash_ids"`
+		Input     int `json:"input_length"`
+		Output    int `json:"output_length"`
 		Timestamp *float64
 		Delay     *float64
 	}
@@ -179,16 +177,14 @@ func (x *rows) add(text []byte) error {
 	if in.Timestamp != nil {
 		x.last = *in.Timestamp
 	}
-	x.hashed.tokens = 512
-	if in.Hashes == nil && len(x.session.Turns) > 0 {
-		before := &x.session.Turns[len(x.session.Turns)-1]
+	if err := t.check(); err != nil {
+		return err
+	}
+	if n := len(x.session.Turns); n > 0 {
+		before := &x.session.Turns[n-1]
 		t.Back, t.Had = 1, before.Input+before.Output
 		t.Input += t.Had
-		if err := t.check(); err != nil {
-			return err
-		}
-		x.session.Turns, x.hashed.blocks = append(x.session.Turns, t), append(x.hashed.blocks, nil)
-		return nil
 	}
-	return x.hashed.add(&x.session, t, in.Hashes)
+	x.session.Turns = append(x.session.Turns, t)
+	return t.check()
 }

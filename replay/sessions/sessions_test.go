@@ -99,7 +99,7 @@ const (
 }`
 	aiperf = `{"session_id": "a", "timestamp": 0, "input_length": 1024, "output_length": 100, "hash_ids": [1, 2]}
 {"session_id": "b", "input_length": 500, "output_length": 100}
-{"session_id": "a", "delay": 2500, "input_length": 1700, "output_length": 50, "hash_ids": [1, 2, 3, 4]}
+{"session_id": "a", "delay": 2500, "input_length": 600, "output_length": 50, "hash_ids": [3, 4]}
 {"session_id": "b", "timestamp": 7000, "input_length": 30, "output_length": 10}`
 )
 
@@ -119,7 +119,7 @@ func TestRead(t *testing.T) {
 			{Think: 35, Input: 256, Output: 10, Back: 1, Had: 128, Service: 1},
 		}}},
 		{"aiperf", aiperf, [][]Turn{
-			{{Input: 1024, Output: 100}, {Think: 2.5, Input: 1700, Output: 50, Back: 1, Had: 1124}},
+			{{Input: 1024, Output: 100}, {Think: 2.5, Input: 1724, Output: 50, Back: 1, Had: 1124}},
 			{{Input: 500, Output: 100}, {Think: 7, Input: 630, Output: 10, Back: 1, Had: 600}},
 		}},
 	} {

@@ -117,12 +117,25 @@ func (e *Engine) computeChunks(ctx context.Context, d time.Duration) error {
 	return nil
 }
 
-// runningStep waits for the end of the step that runs, if answers are written.
+// runningStep waits for the end of the step that runs, if there is one: with a chunk of a prompt, or with answers.
 func (e *Engine) runningStep(ctx context.Context) error {
+	if left := e.chunkLeft(); left > 0 {
+		return Sleep(ctx, left)
+	}
 	if e.writing.Load() == 0 || e.Cfg.DecodeStep == 0 {
 		return nil
 	}
 	return Sleep(ctx, e.untilStep())
+}
+
+// stepBegins waits for the beginning of a step, where the parts of steps are modelled (-chunk): a request is scheduled
+// then, and the connector begins to fetch its KV (vLLM 0.32.0, v1/core/sched/scheduler.py: schedule makes it
+// WAITING_FOR_REMOTE_KVS; v1/worker/kv_connector_model_runner_mixin.py: start_load_kv when the step is launched).
+func (e *Engine) stepBegins(ctx context.Context) error {
+	if e.Cfg.Chunk == 0 {
+		return nil
+	}
+	return e.runningStep(ctx)
 }
 
 // firstStep takes the time in which the first token of a prompt is computed whose KV was fetched: that of all tokens
@@ -150,11 +163,19 @@ func newClock() time.Duration { return time.Duration(1+rand.IntN(1e6)) * time.Se
 // untilStep returns the time until the engine's next decode step. Continuous batching gives every running sequence its
 // token in the same step, so the tokens of different answers arrive together, whenever their requests came.
 func (e *Engine) untilStep() time.Duration {
-	if left := time.Until(time.Unix(0, e.stepEnds.Load())); left > 0 {
-		return left + time.Microsecond
+	if left := e.chunkLeft(); left > 0 {
+		return left
 	}
 	pace := e.Cfg.DecodeStep
 	return pace - time.Since(e.Started)%pace
+}
+
+// chunkLeft returns the time until the step ends that computes a chunk of a prompt; 0: none runs.
+func (e *Engine) chunkLeft() time.Duration {
+	if left := time.Until(time.Unix(0, e.stepEnds.Load())); left > 0 {
+		return left + time.Microsecond
+	}
+	return 0
 }
 
 // Sleep waits for d, or until ctx ends, and returns the error of ctx.

@@ -65,7 +65,13 @@ func (j *Job) Run(ctx context.Context, emit func(step int) error) error {
 		e.Metrics.Running.Add(-1)
 		running = false
 		e.Metrics.WaitingDeferred.Add(1)
-		err := j.Transfer.Load(ctx)
+		err := e.stepBegins(ctx)
+		if err == nil {
+			err = j.Transfer.Load(ctx)
+		}
+		if err == nil { // that its KV has come is noticed when the next step has begun
+			err = e.stepBegins(ctx)
+		}
 		e.Core.Step()
 		e.Metrics.WaitingDeferred.Add(-1)
 		if err != nil {
