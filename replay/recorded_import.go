@@ -101,7 +101,8 @@ func LoadSessions(path string) (*Recorded, error) {
 			x.Kept = append(x.Kept, unique)
 		}
 		x.Blocks = x.Kept[:(x.Input+engine.BlockTokens-1)/engine.BlockTokens]
-		x.Was = &recording.Request{N: uint64(n), Pool: o.Pool.Name, Prompt: int64(x.Input), Cached: -1, Answer: int64(x.Output)}
+		x.Was = &recording.Request{N: uint64(n), Pool: o.Pool.Name, Prompt: int64(x.Input), Cached: -1,
+			Answer: int64(x.Output)}
 		last[row.Session] = len(o.Turns)
 		o.Turns = append(o.Turns, x)
 	}
