@@ -94,6 +94,11 @@ func TestRun(t *testing.T) {
 	r := runTandem(t, dir, "--prefill", "http://"+p, "--decode", "http://"+d+"/")
 	require.NotContains(t, r.said, "warning:", "the check of the side channel understands the engine")
 	require.Contains(t, r.said, "side channel")
+	var handed struct{ Given, Fetched, Violations int } // KV that nobody fetched would count as expired when its lease ends
+	require.NoError(t, getJSON("http://"+p+"/sim/state", &handed))
+	require.Equal(t, 1, handed.Given)
+	require.Equal(t, 1, handed.Fetched)
+	require.Zero(t, handed.Violations)
 	page := regexp.MustCompile(`Page: (http://\S+)\n`).FindStringSubmatch(r.said)
 	require.NotNil(t, page)
 	require.NoError(t, exec.Command("curl", "-sfo", "/dev/null", page[1]).Run(), page[1])
@@ -136,7 +141,9 @@ func TestRun(t *testing.T) {
 	out, err := tandemRun(t, dir, "--engine", "http://"+p).CombinedOutput()
 	require.Error(t, err)
 	require.Contains(t, string(out), "tandem.yaml is yours, and is not overwritten: `tandem run -f tandem.yaml` without engines")
-	runTandem(t, dir).end(t) // the file says what is run
+	r = runTandem(t, dir) // the file says what is run, and the engines which model
+	require.Contains(t, r.said, `{"model":"tiny",`)
+	r.end(t)
 	kept, err := os.ReadFile(file)
 	require.NoError(t, err)
 	require.Equal(t, mine, string(kept))

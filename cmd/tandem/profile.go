@@ -114,13 +114,12 @@ func (m *measuring) measure(ctx context.Context, progress io.Writer) (*profile.P
 	if err := m.prompts(ctx, end.Add(-m.within/2), p, progress); err != nil {
 		return nil, err
 	}
+	until := end
 	if m.decode != nil {
-		if err := m.transfers(ctx, end.Add(-m.within/4), p, progress); err != nil {
-			return nil, fmt.Errorf("measuring the transfer to %s: %w", m.decode.Addr, err)
-		}
+		until = end.Add(-m.within / 4)
 	}
 	for _, prompt := range []int{64, 2048} {
-		for b := 1; b <= m.most && time.Now().Before(end); b *= 4 {
+		for b := 1; b <= m.most && time.Now().Before(until); b *= 4 {
 			s, ok, err := m.batch(ctx, b, prompt)
 			if err != nil {
 				return nil, err
@@ -135,6 +134,11 @@ func (m *measuring) measure(ctx context.Context, progress io.Writer) (*profile.P
 	}
 	if len(p.Prefill) < 2 || len(p.Steps) < 2 {
 		return nil, errors.New("too little was measured in this time: raise --within, or lower --longest")
+	}
+	if m.decode != nil { // last: over TCP the KV of a long prompt takes many times what its computation takes
+		if err := m.transfers(ctx, end, p, progress); err != nil {
+			return nil, fmt.Errorf("measuring the transfer to %s: %w", m.decode.Addr, err)
+		}
 	}
 	return p, nil
 }
@@ -176,11 +180,14 @@ func (m *measuring) prompts(ctx context.Context, until time.Time, p *profile.Pro
 // first token takes there than when the prompt is asked again, and is in the cache.
 func (m *measuring) transfers(ctx context.Context, until time.Time, p *profile.Profile, progress io.Writer) error {
 	longest := p.Prefill[len(p.Prefill)-1].Tokens // what its context has room for
-	for n := 256; n <= longest && (time.Now().Before(until) || len(p.Transfers) < 2); n *= 4 {
+	next := time.Duration(0)                      // what the next length takes, by the one before
+	for n := 256; n <= longest && (time.Now().Add(next).Before(until) || len(p.Transfers) < 2); n *= 4 {
+		began := time.Now()
 		best, err := least(func() (answered, error) { return m.transfer(ctx, n) })
 		if err != nil {
 			return err
 		}
+		next = 4 * time.Since(began)
 		took := max((best[0] - best[1]).Seconds(), 1e-6)
 		p.Transfers = append(p.Transfers, profile.Transfer{Tokens: n, Seconds: took})
 		fmt.Fprintf(progress, "KV of %d tokens to %s: %.1f ms\n", n, m.decode.Addr, 1000*took)

@@ -77,11 +77,10 @@ func (r *runner) run(ctx context.Context) error {
 		}
 		r.o.Inside = true
 	}
-	models, err := r.configure(ctx)
-	if err != nil {
+	if err := r.configure(ctx); err != nil {
 		return err
 	}
-	cfg, err := r.check(ctx)
+	cfg, models, err := r.check(ctx)
 	if err != nil {
 		return err
 	}
@@ -99,9 +98,8 @@ func (r *runner) run(ctx context.Context) error {
 	return r.untilOneEnds(ctx)
 }
 
-// configure asks the engines that were named, and writes the configuration that follows from their answers. It returns a
-// model of each pool, as far as they say.
-func (r *runner) configure(ctx context.Context) (models []string, err error) {
+// configure asks the engines that were named, and writes the configuration that follows from their answers.
+func (r *runner) configure(ctx context.Context) error {
 	var engines []proposal.Engine
 	for _, named := range []struct {
 		role string
@@ -110,37 +108,37 @@ func (r *runner) configure(ctx context.Context) (models []string, err error) {
 		for _, url := range named.urls {
 			e, err := proposal.Parse(url, named.role)
 			if err != nil {
-				return nil, err
+				return err
 			}
 			engines = append(engines, e)
 		}
 	}
 	if len(engines) == 0 {
 		if _, err := os.Stat(r.file); err != nil {
-			return nil, fmt.Errorf("name the engines (--prefill URL --decode URL, or --engine URL for those that do both), or "+
+			return fmt.Errorf("name the engines (--prefill URL --decode URL, or --engine URL for those that do both), or "+
 				"a configuration with -f: %w", err)
 		}
-		return nil, nil
+		return nil
 	}
 	engines = proposal.Merge(engines)
 	if err := mayWrite(r.file); err != nil {
-		return nil, err
+		return err
 	}
 	fmt.Fprintf(r.stdout, "Asking %d engines what they are.\n", len(engines))
 	if err := proposal.Ask(ctx, engines, r.o.KeyFile); err != nil {
-		return nil, err
+		return err
 	}
 	if err := r.choosePorts(); err != nil {
-		return nil, err
+		return err
 	}
 	text, err := proposal.Write(engines, r.o)
 	if err != nil {
-		return nil, err
+		return err
 	}
 	if err := os.WriteFile(r.file, []byte(text), 0o644); err != nil { //nolint:gosec // it has no secrets
-		return nil, fmt.Errorf("writing the configuration (-f names another file): %w", err)
+		return fmt.Errorf("writing the configuration (-f names another file): %w", err)
 	}
-	return proposal.Models(engines), nil
+	return nil
 }
 
 // mayWrite returns an error if the file is there and not this command's.
@@ -185,32 +183,32 @@ func free(address string) error {
 }
 
 // check reads the configuration, and compares it with the engines, as serve --check --live does.
-func (r *runner) check(ctx context.Context) (*configv1.Config, error) {
+func (r *runner) check(ctx context.Context) (*configv1.Config, []string, error) {
 	cfg, warnings, err := config.Load(r.file, checkFiles)
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	for _, w := range warnings {
 		fmt.Fprintf(r.stderr, "warning: %s\n", w)
 	}
 	switch inside := config.Inside(cfg); {
 	case inside && r.library == "":
-		return nil, fmt.Errorf("%s: envoy.run is inside: name the folder of libtandem.so with --inside "+
+		return nil, nil, fmt.Errorf("%s: envoy.run is inside: name the folder of libtandem.so with --inside "+
 			"(docs/howto/inside-envoy.md)", r.file)
 	case !inside && r.library != "":
-		return nil, fmt.Errorf("%s: --inside, but envoy.run is not inside", r.file)
+		return nil, nil, fmt.Errorf("%s: --inside, but envoy.run is not inside", r.file)
 	}
 	report := livecheck.Check(ctx, cfg, true)
 	report.Print(r.stdout)
 	if err := report.Err(); err != nil {
-		return nil, fmt.Errorf("%s:\n%w\nNothing was started. With `tandem serve -f %s` it starts all the same", r.file, err, r.file)
+		return nil, nil, fmt.Errorf("%s:\n%w\nNothing was started. With `tandem serve -f %s` it starts all the same", r.file, err, r.file)
 	}
 	for setting, address := range map[string]string{"envoy.listen": cfg.GetEnvoy().GetListen(), "envoy.admin": cfg.GetEnvoy().GetAdmin()} {
 		if err := free(address); err != nil { // Envoy would only log it
-			return nil, fmt.Errorf("%s: %s: %w", r.file, setting, err)
+			return nil, nil, fmt.Errorf("%s: %s: %w", r.file, setting, err)
 		}
 	}
-	return cfg, nil
+	return cfg, report.Models(), nil
 }
 
 // startBoth starts Tandem and Envoy, and waits until they answer.

@@ -48,7 +48,7 @@ func (s *suite) versions(t *testing.T) string {
 	if s.reference == s.prefill[0] {
 		reference = "the prefill engine alone"
 	}
-	return fmt.Sprintf("%s: vLLM %s on CPU, kvTransfer %s, %d prefill and %d decode engines, %s as the reference",
+	return fmt.Sprintf("%s: vLLM %s, kvTransfer %s, %d prefill and %d decode engines, %s as the reference",
 		time.Now().UTC().Format(time.DateOnly), version.Version, dialect(), len(s.prefill), len(s.decode), reference)
 }
 

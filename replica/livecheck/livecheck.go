@@ -15,6 +15,7 @@ import (
 	"net"
 	"net/http"
 	"net/url"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -49,6 +50,7 @@ type Engine struct {
 	Compared    []string
 	NotReported []string // facts that could not be compared
 
+	models     []string
 	dialect    string
 	connectors []string // those that the dialect takes
 }
@@ -86,8 +88,13 @@ func Check(ctx context.Context, cfg *configv1.Config, prompts bool) *Report {
 		}
 		asking.Wait()
 		for j := range answers {
+			answers[j].findings = append(answers[j].findings, unlike(path, p, answers, j)...)
+		}
+		for j := range answers {
+			fetch(ctx, client, path, p, answers, j)
+		}
+		for j := range answers {
 			a := &answers[j]
-			a.findings = append(a.findings, unlike(path, p, answers, j)...)
 			out.findings = append(out.findings, a.findings...)
 			out.Engines = append(out.Engines, a.row(p, answers, j))
 		}
@@ -113,6 +120,25 @@ func (r *Report) Err() error {
 	return errors.Join(errs...)
 }
 
+// Models returns a model of each pool: the first that all of its engines name. Pools without one are left out.
+func (r *Report) Models() (models []string) {
+	pools := map[string][]string{} // what all engines of a pool so far name
+	var order []string
+	for _, e := range r.Engines {
+		common, seen := pools[e.Pool]
+		if !seen {
+			order, common = append(order, e.Pool), e.models
+		}
+		pools[e.Pool] = slices.DeleteFunc(slices.Clone(common), func(m string) bool { return !slices.Contains(e.models, m) })
+	}
+	for _, pool := range order {
+		if of := pools[pool]; len(of) > 0 {
+			models = append(models, of[0])
+		}
+	}
+	return models
+}
+
 // Warn checks the engines at a server's start and logs the findings. It does not report engines that do not answer: the
 // server probes them all the time.
 func Warn(ctx context.Context, cfg *configv1.Config, log *slog.Logger) {
@@ -132,6 +158,7 @@ type engineAnswer struct {
 	compared []string
 	unknown  []string
 	findings []finding
+	kept     *handedOver // nil: the engine was not asked for KV, or keeps none
 }
 
 // note records a comparison; known: the engine reports the fact.
@@ -147,13 +174,18 @@ func (a *engineAnswer) report(path, format string, args ...any) {
 	a.findings = append(a.findings, finding{text: path + ": " + fmt.Sprintf(format, args...)})
 }
 
+// endpointOf returns what it takes to ask an engine.
+func endpointOf(p *configv1.Pool, e *configv1.Endpoint) *kvstate.Endpoint {
+	return &kvstate.Endpoint{EndpointSpec: kvstate.EndpointSpec{Addr: e.GetAddress(), Scheme: e.GetScheme(),
+		Access: kvstate.Access{ServerName: e.GetServerName(), KeyFile: cmp.Or(e.GetApiKeyFile(), p.GetApiKeyFile())}}}
+}
+
 // askEngine compares what one engine reports with its configuration.
 func askEngine(
 	ctx context.Context, client *enginehttp.Client, at string, p *configv1.Pool, e *configv1.Endpoint,
 	prompts bool,
 ) (a engineAnswer) {
-	engine := &kvstate.Endpoint{EndpointSpec: kvstate.EndpointSpec{Addr: e.GetAddress(), Scheme: e.GetScheme(),
-		Access: kvstate.Access{ServerName: e.GetServerName(), KeyFile: cmp.Or(e.GetApiKeyFile(), p.GetApiKeyFile())}}}
+	engine := endpointOf(p, e)
 	if why := Health(ctx, client, engine); why != "" {
 		a.report(at+".address", "%s", why)
 		a.findings[0].down, a.down = true, true

@@ -94,7 +94,7 @@ func (a *engineAnswer) row(p *configv1.Pool, answers []engineAnswer, j int) Engi
 	e := p.GetEndpoints()[j]
 	out := Engine{
 		Pool: p.GetName(), Address: e.GetAddress(), Role: e.GetRole(),
-		Engine: a.info.Engine, Release: a.info.Version, Down: a.down,
+		Engine: a.info.Engine, Release: a.info.Version, Down: a.down, models: a.info.Models,
 		dialect: p.GetKvTransfer(), connectors: config.DialectOf(p).Reports.Connectors,
 	}
 	if a.down {

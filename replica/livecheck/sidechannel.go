@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"net"
 	"net/http"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -18,13 +19,20 @@ import (
 	"tandem/replica/config"
 )
 
-// prefillTime is how long an engine may take for one token of a short prompt: the first request of its life may
+// legTime is how long an engine may take for one token of a short prompt: the first request of its life may
 // compile.
-const prefillTime = 30 * time.Second
+const legTime = 30 * time.Second
+
+// handedOver is the KV of a short prompt that an engine keeps for a decode engine, until its lease ends.
+type handedOver struct {
+	id     string // X-Request-Id of both legs
+	body   []byte // of the request, without kv_transfer_params
+	member []byte // kv_transfer_params of the decode leg: the beginning of a JSON object
+}
 
 // checkSideChannel has vLLM's NIXL connector compute a short prompt for a decode engine, as requests do, and looks
 // whether the side channel that it names is open. No configuration has that address, and an engine without one names
-// localhost. The engine keeps the prompt's block until its lease ends.
+// localhost. [fetch] has a decode engine fetch the KV.
 func (a *engineAnswer) checkSideChannel(
 	ctx context.Context, client *enginehttp.Client, engine *kvstate.Endpoint, at string, p *configv1.Pool,
 	e *configv1.Endpoint,
@@ -34,7 +42,8 @@ func (a *engineAnswer) checkSideChannel(
 		len(a.findings) > 0 {
 		return
 	}
-	answer, err := prefill(ctx, client, engine, a.info.Models[0])
+	kept := &handedOver{id: "tandem-check-" + rand.Text()}
+	answer, err := kept.prefill(ctx, client, engine, a.info.Models[0])
 	if err != nil {
 		a.warn(at+".address", "a prompt of one token did not show the side channel: %v", err)
 		return
@@ -55,6 +64,8 @@ func (a *engineAnswer) checkSideChannel(
 		return
 	}
 	a.note("side channel", true)
+	kept.member = d.DecodeMember([]byte("{"), read.Params)
+	a.kept = kept
 	var where struct {
 		Host string `json:"remote_host"`
 		Port int    `json:"remote_port"`
@@ -72,23 +83,32 @@ func (a *engineAnswer) checkSideChannel(
 	_ = conn.Close()
 }
 
-// prefill sends the prefill leg of a short prompt.
-func prefill(ctx context.Context, client *enginehttp.Client, engine *kvstate.Endpoint, model string) ([]byte, error) {
-	ctx, stop := context.WithTimeout(ctx, prefillTime)
-	defer stop()
-	body, err := json.Marshal(map[string]any{
+// prefill sends the prefill leg of a short prompt, and returns the engine's answer.
+func (h *handedOver) prefill(
+	ctx context.Context, client *enginehttp.Client, engine *kvstate.Endpoint, model string,
+) (answer []byte, err error) {
+	h.body, err = json.Marshal(map[string]any{
 		"model": model, "prompt": strings.Repeat("Is the side channel open? ", 8), "max_tokens": 1, "stream": false,
-		"kv_transfer_params": map[string]any{"do_remote_decode": true, "do_remote_prefill": false},
 	})
 	if err != nil {
 		return nil, fmt.Errorf("writing a prompt: %w", err)
 	}
-	id := http.Header{"X-Request-Id": {"tandem-check-" + rand.Text()}} // each leg has one
-	resp, err := client.Post(ctx, engine, "/v1/completions", body, id) //nolint:bodyclose // ReadAll does
+	return h.post(ctx, client, engine,
+		[]byte(`{"kv_transfer_params":{"do_remote_decode":true,"do_remote_prefill":false}`))
+}
+
+// post sends a leg of the request, whose members follow those of member.
+func (h *handedOver) post(
+	ctx context.Context, client *enginehttp.Client, engine *kvstate.Endpoint, member []byte,
+) ([]byte, error) {
+	ctx, stop := context.WithTimeout(ctx, legTime)
+	defer stop()
+	body := slices.Concat(member, []byte(","), h.body[1:])
+	resp, err := client.Post(ctx, engine, "/v1/completions", body, http.Header{"X-Request-Id": {h.id}}) //nolint:bodyclose // ReadAll does
 	if err != nil {
 		return nil, err //nolint:wrapcheck // it names the engine
 	}
-	answer, err := enginehttp.ReadAll(resp, maxPrefill)
+	answer, err := enginehttp.ReadAll(resp, maxAnswer)
 	switch {
 	case err != nil:
 		return nil, fmt.Errorf("reading the answer: %w", err)
@@ -98,4 +118,26 @@ func prefill(ctx context.Context, client *enginehttp.Client, engine *kvstate.End
 	return answer, nil
 }
 
-const maxPrefill = 1 << 20 // bytes of the answer that are read
+// fetch has a decode engine fetch the KV that endpoint j keeps, as the second leg of a request does. KV that nobody
+// fetches would count as expired when its lease ends, and answers that are under way then may be refused
+// (docs/security.md, Wrong text). Engines that a finding is about are not asked: their KV stays until then.
+func fetch(ctx context.Context, client *enginehttp.Client, path string, p *configv1.Pool, answers []engineAnswer, j int) {
+	prefill := &answers[j]
+	if prefill.kept == nil || len(prefill.findings) > 0 {
+		return
+	}
+	for i, e := range p.GetEndpoints() {
+		a := &answers[i]
+		if i == j || !paired(p, p.GetEndpoints()[j], e) || e.GetRole() == "prefill" || a.down || a.foreign ||
+			len(a.findings) > 0 {
+			continue
+		}
+		if _, err := prefill.kept.post(ctx, client, endpointOf(p, e), prefill.kept.member); err != nil {
+			a.report(fmt.Sprintf("%s[%d].address", path, i), "the engine did not answer a prompt whose KV %s keeps for "+
+				"it: %v; the reason is in its log", p.GetEndpoints()[j].GetAddress(), err)
+		}
+		return
+	}
+}
+
+const maxAnswer = 1 << 20 // bytes of an answer that are read

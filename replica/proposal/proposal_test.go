@@ -121,7 +121,6 @@ func TestWritePools(t *testing.T) {
 		engine("d1:1", "decode", serves("lora", "Qwen/Qwen3-8B")), engine("d2:1", "decode", serves("meta/Qwen3 8B"))}
 	text, err := Write(engines, Options{Listen: "127.0.0.1:1", ExtProc: "127.0.0.1:2", Replan: "127.0.0.1:3", Admin: "127.0.0.1:4", EnvoyAdmin: "127.0.0.1:5"})
 	require.NoError(t, err)
-	require.Equal(t, []string{"Qwen/Qwen3-8B", "meta/Qwen3 8B"}, Models(engines))
 	cfg, _, err := config.Parse([]byte(text))
 	require.NoError(t, err, text)
 	require.Len(t, cfg.GetPools(), 2)

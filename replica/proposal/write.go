@@ -189,20 +189,6 @@ func common(engines []Engine) (models []string) {
 	return models
 }
 
-// Models returns a model of each pool; none if no engine lists its.
-func Models(engines []Engine) (models []string) {
-	groups, err := byModel(engines)
-	if err != nil {
-		return nil
-	}
-	for _, g := range groups {
-		if of := common(g); len(of) > 0 {
-			models = append(models, of[0])
-		}
-	}
-	return models
-}
-
 // rolesFollow reports whether all engines do both, with a dialect in which their roles are the router's alone.
 func rolesFollow(engines []Engine, name string) bool {
 	return kvtransfer.Named(name).Engines.EitherLeg && len(engines) > 1 &&
