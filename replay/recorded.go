@@ -369,8 +369,6 @@ func (o *Recorded) Fleet() (c Config, host float64, notes []string) {
 	m.TokenBytes = cmp.Or(p.TokenBytes, m.TokenBytes)
 	m.StepTokens = cmp.Or(p.StepTokens, m.StepTokens)
 	c.LocalTokens = int(m.StepTokens)
-	known := *m // a profile changes the engines, and not what Tandem knew
-	c.Knows = &known
 	if len(kv) > 0 {
 		m.KVTokens = mean(kv)
 	}

@@ -103,5 +103,7 @@ func ReadProfile(file string, v *Variant) error {
 	if p.Host > 0 {
 		v.Host = p.Host
 	}
-	return p.Apply(&v.Config.Engine)
+	err = p.Apply(&v.Config.Engine)
+	v.Config.LocalTokens = int(v.Config.Engine.StepTokens)
+	return err
 }

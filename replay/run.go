@@ -37,8 +37,7 @@ type Config struct {
 
 	AskTPOT float64 // Tandem's own: seconds between tokens that requests ask for; 0: they do not
 
-	Knows  *picker.Model // Tandem's own: how fast it has learned that engines prefill; nil: it has not
-	Routed bool          // Tandem's own: hits come from its own routing, not from the engines' KV events
+	Routed bool // Tandem's own: hits come from its own routing, not from the engines' KV events
 
 	TTFT, TPOT float64 // targets of goodput, seconds
 

@@ -82,8 +82,7 @@ func (t *tandem) newReplica(number int) *replica {
 		add("p", len(t.prefills), kvstate.RolePrefill)
 		add("d", len(t.decodes), kvstate.RoleDecode)
 	}
-	r.state.SetPool(kvstate.PoolSpec{Name: "replay", Models: []string{"*"},
-		StepTokens: int64(t.config.Engine.StepTokens)}, eps)
+	r.state.SetPool(kvstate.PoolSpec{Name: "replay", Models: []string{"*"}}, eps)
 	r.pool = r.state.Pool("replay")
 	for i, e := range r.pool.Endpoints() {
 		if r.position[e] = i; e.Role == kvstate.RoleDecode {
@@ -94,12 +93,8 @@ func (t *tandem) newReplica(number int) *replica {
 	r.picker.Late, r.picker.Split = t.config.Late, t.config.Split
 	r.queue.Promise = t.config.Promise.TTFT
 	r.picker.AnswerWeight, r.picker.Promise = t.config.AnswerWeight, t.config.Promise
-	// engines report their capacity; the other constants Tandem does not know
+	// engines report their capacity; the other constants Tandem does not know, and learns how far off they are
 	r.picker.Model.KVTokens = t.config.Engine.KVTokens
-	if m, knows := &r.picker.Model, t.config.Knows; knows != nil {
-		m.PrefillStep, m.PrefillToken, m.PrefillContext = knows.PrefillStep, knows.PrefillToken, knows.PrefillContext
-		m.TokenBytes, m.StepTokens = knows.TokenBytes, knows.StepTokens
-	}
 	r.tick = func() { r.ticking = false; r.dispatch() }
 	r.After(0, r.scrape)
 	r.After(0, r.sweep)

@@ -376,10 +376,10 @@ func (a *Advice) Sentences() (out []string) {
 		out = append(out, fmt.Sprintf("No fleet of up to %d engines keeps the promise for %.0f of 100 requests.",
 			a.Most, 100*Keeps))
 	case a.Fewest.engines() < a.Now.engines():
-		out = append(out, fmt.Sprintf("%d engines would do: %s keeps the promise for %s.", a.Fewest.engines(),
+		out = append(out, fmt.Sprintf("%d engines would do (%s): they keep the promise for %s.", a.Fewest.engines(),
 			words(&a.Fewest.Variant), percent(a.Fewest.Kept)))
 	case a.Fewest.engines() > a.Now.engines():
-		out = append(out, fmt.Sprintf("You have %d; the promise needs %d: %s keeps it for %s.", a.Now.engines(),
+		out = append(out, fmt.Sprintf("You have %d; the promise needs %d (%s): they keep it for %s.", a.Now.engines(),
 			a.Fewest.engines(), words(&a.Fewest.Variant), percent(a.Fewest.Kept)))
 	default:
 		out = append(out, "No smaller fleet keeps the promise.")

@@ -135,12 +135,65 @@ func (m *measuring) measure(ctx context.Context, progress io.Writer) (*profile.P
 	if len(p.Prefill) < 2 || len(p.Steps) < 2 {
 		return nil, errors.New("too little was measured in this time: raise --within, or lower --longest")
 	}
+	if time.Now().Before(end) {
+		var err error
+		if p.StepTokens, err = m.chunk(ctx, p); err != nil {
+			return nil, err
+		}
+		if p.StepTokens > 0 {
+			fmt.Fprintf(progress, "%.0f tokens of a prompt in a step\n", p.StepTokens)
+		}
+	}
 	if m.decode != nil { // last: over TCP the KV of a long prompt takes many times what its computation takes
 		if err := m.transfers(ctx, end, p, progress); err != nil {
 			return nil, fmt.Errorf("measuring the transfer to %s: %w", m.decode.Addr, err)
 		}
 	}
 	return p, nil
+}
+
+// chunk returns how many tokens of a prompt the engine computes in a step: the longest prompt comes while an answer runs,
+// and so many of the answer's tokens come late. It is 0 if that prompt takes one step, or delays no answer.
+func (m *measuring) chunk(ctx context.Context, p *profile.Profile) (tokens float64, err error) {
+	prompt, step := p.Prefill[len(p.Prefill)-1], p.Steps[0].Seconds
+	late := math.MaxInt
+	for range 3 { // the machine may delay some more
+		var beside answered
+		var group errgroup.Group
+		group.Go(func() (err error) {
+			beside, err = m.ask(ctx, unknown(64), 2*batchTokens)
+			return err
+		})
+		time.Sleep(time.Duration(8 * step * float64(time.Second)))
+		_, failed := m.ask(ctx, unknown(prompt.Tokens), 1)
+		if err := errors.Join(failed, group.Wait()); err != nil {
+			return 0, err
+		}
+		if n, sum := lateOnes(beside, step); sum > prompt.Seconds/2 {
+			late = min(late, n)
+		}
+	}
+	if late < 2 || late > batchTokens {
+		return 0, nil
+	}
+	return math.Round(float64(prompt.Tokens) / float64(late)), nil
+}
+
+// lateOnes returns how many tokens of an answer came late by a chunk of a prompt: by a third of the longest such time at
+// least, for the later chunks of a prompt take longer, and the last one may be small. sum is how late all were.
+func lateOnes(a answered, step float64) (n int, sum float64) {
+	var longest float64
+	late := make([]float64, 0, len(a))
+	for i := 1; i < len(a); i++ {
+		x := (a[i] - a[i-1]).Seconds() - step
+		late, longest = append(late, x), max(longest, x)
+	}
+	for _, x := range late {
+		if x > longest/3 && x > step/4 {
+			n, sum = n+1, sum+x
+		}
+	}
+	return n, sum
 }
 
 // least measures times three times. The least of each counts: nothing makes an engine faster than it is.

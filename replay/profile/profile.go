@@ -25,6 +25,9 @@ type Profile struct {
 	// of KV to another engine; none: that was not measured
 	Transfers []Transfer `json:"transfers,omitempty"`
 
+	// StepTokens is how many tokens of a prompt it computes in one step, beside answers; 0: that was not to be seen.
+	StepTokens float64 `json:"step_tokens,omitempty"`
+
 	KV   float64 `json:"kv,omitempty"`   // tokens of GPU memory; 0: it does not say
 	Host float64 `json:"host,omitempty"` // of host memory
 }
@@ -133,6 +136,9 @@ func (p *Profile) Apply(m *picker.Model) error {
 	}
 	if p.KV > 0 {
 		m.KVTokens = p.KV
+	}
+	if p.StepTokens >= 1 {
+		m.StepTokens = p.StepTokens
 	}
 	return nil
 }

@@ -45,12 +45,14 @@ func TestKnownEngines(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			for _, wrong := range []float64{0, .03} {
 				p := of(&truth, wrong)
+				p.StepTokens = 2048
 				file := filepath.Join(t.TempDir(), "profile.json")
 				require.NoError(t, p.Write(file))
 				read, err := Read(file)
 				require.NoError(t, err)
 				got := picker.DefaultModel()
 				require.NoError(t, read.Apply(&got))
+				require.InDelta(t, 2048, got.StepTokens, 0)
 				for _, n := range []float64{500, 3000, 12000} {
 					was := truth.PrefillStep + truth.PrefillToken*n + truth.PrefillContext*n*n/2
 					require.InEpsilon(t, was, got.PrefillStep+got.PrefillToken*n+got.PrefillContext*n*n/2, .001+1.5*wrong)
