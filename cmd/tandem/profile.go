@@ -161,7 +161,7 @@ func (m *measuring) chunk(ctx context.Context, p *profile.Profile) (tokens float
 		var beside answered
 		var group errgroup.Group
 		group.Go(func() (err error) {
-			beside, err = m.ask(ctx, unknown(64), 2*batchTokens)
+			beside, err = m.ask(ctx, unknown(64), batchTokens)
 			return err
 		})
 		time.Sleep(time.Duration(8 * step * float64(time.Second)))
@@ -173,7 +173,7 @@ func (m *measuring) chunk(ctx context.Context, p *profile.Profile) (tokens float
 			late = min(late, n)
 		}
 	}
-	if late < 2 || late > batchTokens {
+	if late < 2 || late > batchTokens/2 {
 		return 0, nil
 	}
 	return math.Round(float64(prompt.Tokens) / float64(late)), nil
@@ -300,9 +300,9 @@ func (m *measuring) transfer(ctx context.Context, tokens int) (answered, error) 
 type answered []time.Duration
 
 // batchTokens is how many tokens an answer in a batch has.
-const batchTokens = 32
+const batchTokens = 64
 
-// batch measures the engine's steps while a number of answers run at once, three times: the least counts, as of prompts.
+// batch measures the engine's steps while a number of answers run at once, twice: the lesser counts, as of prompts.
 // Their prompts are cached before, so that nothing but answers runs then. ok is false if they never ran at once for long
 // enough.
 func (m *measuring) batch(ctx context.Context, answers, prompt int) (s profile.Step, ok bool, err error) {
@@ -314,7 +314,7 @@ func (m *measuring) batch(ctx context.Context, answers, prompt int) (s profile.S
 		}
 	}
 	s = profile.Step{Answers: answers, KV: float64(answers * (prompt + batchTokens/2)), Seconds: math.Inf(1)}
-	for range 3 {
+	for range 2 {
 		got, err := m.together(ctx, prompts)
 		if err != nil {
 			return s, false, err
