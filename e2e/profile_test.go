@@ -55,7 +55,7 @@ func TestProfile(t *testing.T) {
 		require.InDelta(t, .030, x.S, .011) // 19 to 41 ms: the mean of 64 steps, in which the machine has other work
 		least = min(least, x.S)
 	}
-	require.InDelta(t, .020, least, .004)
+	require.InDelta(t, .020, least, .006)
 	require.InDelta(t, 512, measured.Step, 110) // a stall of the machine may look like a fifth chunk
 	require.GreaterOrEqual(t, len(measured.Transfers), 2)
 	for _, x := range measured.Transfers {
