@@ -38,11 +38,12 @@ func (m *TransferCounters) since(old TransferCounters) (d TransferCounters, ok b
 
 const (
 	transferPrior = 0.2              // weight of the prior, in modelled seconds: a dozen usual transfers
-	transferBound = 100.0            // the largest ratio to the model, either way
+	transferBound = 1000.0           // the largest ratio to the model, either way: 25 MB/s
 	transferKept  = 10 * time.Minute // how long observations are used after the last one
 	// relative to the model: endpoints whose transfers differ by less are equal (2.5 ms of a short one's 10).
 	transferNoise = 0.25
-	// one scrape counts at most this many times the known ratio: a stalled transfer says little about the next.
+	// One scrape counts at most this many times the known ratio, or the one that the scrape before it showed: a stalled
+	// transfer says little about the next, and two in a row are a slow network.
 	transferLeap = 4.0
 	// modelled seconds that one scrape counts for at most: one over hours would outweigh all that follow.
 	transferMost = 60.0
@@ -59,8 +60,9 @@ const (
 // sums.
 type transferRatio struct {
 	observed, assumed float64
-	n                 int64 // number of transfers
-	at                int64 // time of the last one, Unix ns
+	last              float64 // what the last scrape showed by itself; 0: there was none
+	n                 int64   // number of transfers
+	at                int64   // time of the last one, Unix ns
 }
 
 // ratio returns the transfer time relative to the assumed one. prior is returned without observations, and again
@@ -91,10 +93,14 @@ func (t *transferRatio) add(d TransferCounters, ranks int, prior float64, now in
 	assumed := float64(d.Transfers)*TransferLag.Seconds() + float64(d.Bytes)*float64(max(ranks, 1))/TransferBandwidth
 	known := t.ratio(prior, now)
 	if now-t.at > int64(transferKept) {
-		t.observed, t.assumed, t.n = 0, 0, 0
+		t.observed, t.assumed, t.n, t.last = 0, 0, 0, 0
 	}
-	t.at, t.n = now, t.n+d.Transfers
-	observed := min(max(d.Time.Seconds(), assumed*known/transferLeap), assumed*known*transferLeap)
+	least, most := known, known
+	if t.last > 0 {
+		least, most = min(known, t.last), max(known, t.last)
+	}
+	t.at, t.n, t.last = now, t.n+d.Transfers, d.Time.Seconds()/assumed
+	observed := min(max(d.Time.Seconds(), assumed*least/transferLeap), assumed*most*transferLeap)
 	if much := assumed / transferMost; much > 1 {
 		observed, assumed = observed/much, assumed/much
 	}

@@ -134,6 +134,24 @@ func TestTransfersAreLearnedWithCare(t *testing.T) {
 	require.InDelta(t, transferBound, all[0], 1e-9)
 }
 
+// A network that is fifty times as slow as assumed is known after two transfers, whatever a prompt's KV has of bytes: each
+// request that is split until then waits for its KV longer than its prompt takes to compute.
+func TestASlowNetworkIsKnownSoon(t *testing.T) {
+	for _, tokens := range []int64{100, 4000, 32000} {
+		m := newMover(t, decoders("a")...)
+		m.fetch("a", 1, tokens, .46e9)
+		for range 2 {
+			m.fetch("a", 1, tokens, .46e9)
+		}
+		truth := (.01 + float64(tokens)*100e3/.46e9) / (.01 + float64(tokens)*100e3/25e9)
+		all, _ := m.view()
+		require.Less(t, all[0], truth)
+		m.fetch("a", 1, tokens, .46e9)
+		all, _ = m.view()
+		require.Greater(t, all[0], 1+truth/12, "%d tokens, truth %.1f", tokens, truth)
+	}
+}
+
 // Bytes per token stay right when old samples fade, in a busy fleet as after hours without a scrape.
 func TestTokenBytesOfABusyFleet(t *testing.T) {
 	for _, each := range []int64{50_000, 1_000_000, 1_000_000_000} { // tokens between two scrapes
