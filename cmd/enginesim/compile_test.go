@@ -1,6 +1,8 @@
 package main
 
 import (
+	"fmt"
+	"strings"
 	"testing"
 	"time"
 
@@ -30,4 +32,25 @@ func TestDiesInAStream(t *testing.T) {
 	require.Error(t, err)
 	require.NotContains(t, string((<-other).body), "[DONE]")
 	<-e.Died
+}
+
+// TestMemoryInTurn: where steps have chunks, prompts that wait for their turn have no memory yet, as at vLLM; else they
+// keep what others would find in the cache.
+func TestMemoryInTurn(t *testing.T) {
+	for chunk, used := range map[string]string{"0": "0.75", "128": "0.25"} {
+		e := startEngine(t, "-blocks", "101", "-prefill-speed", "200", "-chunk", chunk)
+		var answers []<-chan reply
+		for i := range 3 {
+			prompt := strings.Repeat(fmt.Sprintf("%04d", i), 380)
+			answers = append(answers, e.later(t, fmt.Sprint(i), chat(prompt, `"max_tokens":4`)))
+		}
+		require.Eventually(t, func() bool {
+			text := e.counters(t)
+			return strings.Contains(text, `vllm:num_requests_waiting{engine="0",model_name="tiny"} 2`) &&
+				strings.Contains(text, `vllm:kv_cache_usage_perc{engine="0",model_name="tiny"} `+used)
+		}, 5*time.Second, 5*time.Millisecond, "chunk %s", chunk)
+		for _, a := range answers {
+			require.Equal(t, 200, (<-a).status)
+		}
+	}
 }

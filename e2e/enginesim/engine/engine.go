@@ -23,16 +23,17 @@ type Engine struct {
 	Metrics     *metrics
 	Core        Core
 	prefillTurn chan struct{}
-	stepEnds    atomic.Int64 // when the step with a chunk of a prompt ends, ns since 1970; 0: none runs
-	writing     atomic.Int64 // streams that get tokens
-	External    bool         // a connector asks other engines for KV
+	scheduled   chan struct{} // the one job that has memory or waits for it, of those that compute prompts in chunks
+	stepEnds    atomic.Int64  // when the step with a chunk of a prompt ends, ns since 1970; 0: none runs
+	writing     atomic.Int64  // streams that get tokens
+	External    bool          // a connector asks other engines for KV
 }
 
 // New returns an idle engine, and opens the sockets of its KV events.
 func New(cfg *Config, log io.Writer) (*Engine, error) {
 	e := &Engine{
 		Cfg: cfg, log: log, Started: time.Now(), Pool: NewPool(cfg.Blocks, cfg.BlockSize),
-		Metrics: newMetrics(cfg.Models[0], cfg.Rank), prefillTurn: make(chan struct{}, 1),
+		Metrics: newMetrics(cfg.Models[0], cfg.Rank), prefillTurn: make(chan struct{}, 1), scheduled: make(chan struct{}, 1),
 		clock: newClock(),
 	}
 	var err error
@@ -64,6 +65,22 @@ func (e *Engine) Logf(format string, args ...any) {
 	e.logMu.Lock()
 	defer e.logMu.Unlock()
 	fmt.Fprintf(e.log, "enginesim "+e.Cfg.name()+": "+format+"\n", args...)
+}
+
+// schedule waits until the jobs before it have computed their prompts, where steps have chunks: only then is a job given
+// memory (vLLM 0.32.0, v1/core/sched/scheduler.py: schedule allocates blocks while the step has tokens left).
+func (e *Engine) schedule(ctx context.Context) (done func(), err error) {
+	if e.Cfg.Chunk == 0 {
+		return func() {}, nil
+	}
+	e.Metrics.waitingCapacity.Add(1)
+	defer e.Metrics.waitingCapacity.Add(-1)
+	select {
+	case e.scheduled <- struct{}{}:
+		return sync.OnceFunc(func() { <-e.scheduled }), nil
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
 }
 
 // compute occupies the engine's prefill, for which requests queue.

@@ -50,6 +50,14 @@ func (j *Job) Run(ctx context.Context, emit func(step int) error) error {
 		return j.abandon(err)
 	}
 	e.Core.Step()
+	done := func() {}
+	if !j.Transfer.Deferred() {
+		var err error
+		if done, err = e.schedule(ctx); err != nil {
+			return j.abandon(err)
+		}
+		defer done()
+	}
 	if err := j.admit(ctx); err != nil {
 		return j.abandon(err)
 	}
@@ -86,6 +94,7 @@ func (j *Job) Run(ctx context.Context, emit func(step int) error) error {
 	if err := j.Transfer.Fill(ctx); err != nil {
 		return j.abandon(err)
 	}
+	done()
 	if j.fetched() {
 		if err := e.firstStep(ctx); err != nil {
 			return j.abandon(err)
