@@ -111,8 +111,9 @@ replay: ##measure all routing tables of docs, from traces (three quarters of an 
 	for suite in $(SUITE); do $(GO) run ./cmd/tandem replay --suite $$suite || exit; done
 
 # Does `tandem replay --recording` tell the truth? Traffic through a real Envoy, its replay, and what is advised tried.
-truth: tools build ##measure how well a replay predicts another fleet (MINUTES=3 of each; THEN="1+1 load:2,4"; SLOW=3 on a busy machine)
+truth: tools build ##measure how well a replay predicts another fleet, and policies (MINUTES=3 of each; THEN="1+1 load:2,4"; SLOW=3 on a busy machine)
 	$(GO) run ./e2e/truth -minutes $(or $(MINUTES),3) -slow $(or $(SLOW),1) -then "$(THEN)"
+	TANDEM_TRUTH=1 TANDEM_REQUIRE_TOOLS=1 $(GO) test -count 1 -parallel 8 -run TestClosedLoops -v ./e2e
 
 # envoyproxy/ratelimit to .tools/bin, for the test of docs/howto/limit-tokens.md (some minutes).
 ratelimit: ##real envoyproxy/ratelimit to .tools/bin, for the test of limit-tokens.md

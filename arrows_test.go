@@ -44,7 +44,7 @@ var rooms = map[string][]string{
 	// Measuring: the product's own decisions against modelled engines.
 	"replay": {"kvstate", "picker", "recording"},
 	// The engines of the tests import nothing of the product: what they shared with it they could not catch.
-	"e2e":           {},
+	"e2e":           {"replay (test)"},
 	"e2e/enginesim": {},
 	"cmd/enginesim": {"e2e/enginesim", "internal", "kvstate (test)"},
 	"scripts":       {},

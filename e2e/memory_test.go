@@ -47,7 +47,7 @@ type served struct{ turns, kept float64 }
 
 // Engines whose memory is the least recently used, and agents that ask again after each answer: what the replay says of
 // policies holds in a real Envoy. Copies on two engines do not fit, and are computed again and again; the default does
-// as well as a pool that never splits.
+// as well as a pool that never splits. TestClosedLoops compares sizes.
 func TestMemoryAsInTheReplay(t *testing.T) {
 	t.Parallel()
 	policies := []string{"never", "auto", "always"}
@@ -61,8 +61,6 @@ func TestMemoryAsInTheReplay(t *testing.T) {
 	}
 	for i, split := range policies {
 		speed(t, math.Abs(simulated[i].kept-measured[i].kept) < .15, "%s: %.2f kept, %.2f in the replay", split, measured[i].kept, simulated[i].kept)
-		speed(t, measured[i].turns > .85*simulated[i].turns && measured[i].turns < 1.15*simulated[i].turns,
-			"%s: %.0f turns an hour, %.0f in the replay", split, measured[i].turns, simulated[i].turns)
 		for j := range policies {
 			if simulated[i].kept > simulated[j].kept+.15 {
 				require.Greater(t, measured[i].kept, measured[j].kept, "%s is better than %s", split, policies[j])

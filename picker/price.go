@@ -370,7 +370,8 @@ func (p *AlonePrice) sum() float64 {
 		p.Session
 }
 
-// alone prices both on one endpoint, after decode. allowed is false if its running answers would be delayed more than allowed.
+// alone prices both on one endpoint, after decode. allowed is false if its running answers would be delayed more than
+// allowed.
 func (t *terms) alone(c *kvstate.Candidate, b *batch, p *AlonePrice) (allowed bool) {
 	p.Queue = b.prompt.queue * (1 + b.step/t.fullStep)
 	p.Work = b.prompt.takes

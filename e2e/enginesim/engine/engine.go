@@ -67,8 +67,8 @@ func (e *Engine) Logf(format string, args ...any) {
 	fmt.Fprintf(e.log, "enginesim "+e.Cfg.name()+": "+format+"\n", args...)
 }
 
-// schedule waits until the jobs before it have computed their prompts, where steps have chunks: only then is a job given
-// memory (vLLM 0.32.0, v1/core/sched/scheduler.py: schedule allocates blocks while the step has tokens left).
+// schedule waits until the jobs before it have computed their prompts, where steps have chunks: only then is a job
+// given memory (vLLM 0.32.0, v1/core/sched/scheduler.py: schedule allocates blocks while the step has tokens left).
 func (e *Engine) schedule(ctx context.Context) (done func(), err error) {
 	if e.Cfg.Chunk == 0 {
 		return func() {}, nil
