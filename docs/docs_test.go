@@ -350,6 +350,32 @@ func TestTablesFitTheScreen(t *testing.T) {
 }
 
 // Links within the repository lead to files that exist, and to headings that they have.
+// A list of requests that a page shows has the columns of today.
+func TestRequestsShownHaveTheirColumns(t *testing.T) {
+	head := regexp.MustCompile(`(?m)^ *status {2,}.*request id$`)
+	columns := func(line string) []string { return regexp.MustCompile(` {2,}`).Split(strings.TrimSpace(line), -1) }
+	today, n := columns(head.FindString(read(t, "../status/testdata/status.txt"))), 0
+	for _, page := range pages(t) {
+		for _, shown := range head.FindAllString(read(t, page), -1) {
+			require.Equal(t, today, columns(shown), page)
+			n++
+		}
+	}
+	require.GreaterOrEqual(t, n, 3)
+}
+
+// Each page is on the first one, and in the site's menu: what no list names is found by nobody.
+func TestEveryPageIsListed(t *testing.T) {
+	index, menu := read(t, "index.md"), read(t, "../mkdocs.yml")
+	for _, page := range pages(t) {
+		if page == "index.md" || strings.HasPrefix(page, "..") || strings.HasPrefix(page, "adr/") {
+			continue
+		}
+		require.Contains(t, index, "("+page+")", "docs/index.md")
+		require.Contains(t, menu, "- "+page+"\n", "mkdocs.yml")
+	}
+}
+
 func TestLinksLeadSomewhere(t *testing.T) {
 	link := regexp.MustCompile(`\]\(([^)#\s]*)(?:#([^)]*))?\)|src="([^"]+)"`)
 	for _, page := range pages(t) {

@@ -124,6 +124,11 @@ func TestRun(t *testing.T) {
 		require.NoError(t, json.Unmarshal(out, &all))
 		return len(all) == 2 && all[0].Prefill == p && all[0].Decode == d && all[0].Status == 200
 	})
+	went := regexp.MustCompile(`Where they went:\n\n  (.*)\n`).FindStringSubmatch(r.said)
+	require.NotNil(t, went)
+	shown, err := exec.Command("bash", "-c", went[1]).CombinedOutput() // in another folder, by a shell that does not know tandem
+	require.NoError(t, err, "%s: %s", went[1], shown)
+	require.Regexp(t, `200 .* split +`+regexp.QuoteMeta(p)+" +"+regexp.QuoteMeta(d), string(shown))
 	r.end(t)
 
 	file := filepath.Join(dir, "tandem.yaml")

@@ -94,7 +94,7 @@ func (r *runner) run(ctx context.Context) error {
 		}
 		return fmt.Errorf("%w; Envoy's log is %s", err, filepath.Join(r.group.dir, "envoy.log"))
 	}
-	r.say(cfg, models)
+	r.say(self, cfg, models)
 	return r.untilOneEnds(ctx)
 }
 
@@ -259,8 +259,8 @@ func (r *runner) page(cfg *configv1.Config) string {
 	return "http://" + config.Reached(cfg.GetAdmin().GetListen()) + "/"
 }
 
-// say tells the reader what runs, and what to do next.
-func (r *runner) say(cfg *configv1.Config, models []string) {
+// say tells the reader what runs, and what to do next: with this program's path, for it need not be on PATH.
+func (r *runner) say(self string, cfg *configv1.Config, models []string) {
 	file, err := filepath.Abs(r.file)
 	if err != nil {
 		file = r.file
@@ -274,8 +274,8 @@ func (r *runner) say(cfg *configv1.Config, models []string) {
 	}
 	fmt.Fprintf(r.stdout, "\nTandem and Envoy run. OpenAI and Anthropic API: %s/v1\nPage: %s\nConfiguration: %s (changes take "+
 		"effect when it is saved)\nEnvoy's bootstrap and log: %s\n\nA short request, and one with a long prompt%s:\n\n%s\n%s\n"+
-		"Where they went:\n\n  tandem requests -f %s\n\nCtrl-C ends both.\n", r.url(cfg), r.page(cfg), file, r.group.dir, also,
-		curl(r.url(cfg), model, "Hello"), curl(r.url(cfg), model, "$(seq -s ' ' 1 1500)"), r.file)
+		"Where they went:\n\n  %s requests -f %s\n\nCtrl-C ends both.\n", r.url(cfg), r.page(cfg), file, r.group.dir, also,
+		curl(r.url(cfg), model, "Hello"), curl(r.url(cfg), model, "$(seq -s ' ' 1 1500)"), self, file)
 }
 
 // curl is a request that can be pasted into a shell.
