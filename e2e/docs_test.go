@@ -121,10 +121,8 @@ var documentedOnly = map[string]string{
 	"kubectl -n envoy-gateway-system port-forward $(kubectl -n envoy-gateway-system get service -l gateway.envoyproxy.io/owning-gateway-name=eg -o name) 8080:80": "a cluster",
 	"docker load": "a container engine; TANDEM_OCI=1 go test ./deploy unpacks and runs the archive",
 	`curl -si http://127.0.0.1:8080/v1/chat/completions -H "tandem-explain: $(cat admin.token)" -H 'content-type: application/json' -d @request.json | grep -i x-tandem-explain`: "TestSheddingAndExplaining",
-	"envoy --mode validate -c new-envoy.yaml":                                                                       "the reader's own file; TestInto",
-	"tandem envoy --into your-envoy.yaml -o new-envoy.yaml":                                                         "likewise",
-	"go run ./e2e/bench -shapes json1k,json220k,json400k,sse256 -clients 16 -variant 'inside: inside=/path/to/bin'": "minutes",
-	"go test ./replica -run TestMetricsPage -update":                                                                "writes to the tree",
+	"go run ./e2e/bench -shapes json1k,json220k,json400k,sse256 -clients 16 -variant 'inside: inside=/path/to/bin'":                                                              "minutes",
+	"go test ./replica -run TestMetricsPage -update": "writes to the tree",
 	`for i in $(seq 1 300); do curl -s http://127.0.0.1:PORT/v1/chat/completions -H 'content-type: application/json' -d "{\"model\":\"tiny\",\"stream\":true,\"stream_options\":{\"include_usage\":true},\"messages\":[{\"role\":\"user\",\"content\":\"$(seq -s ' ' $i $((i + RANDOM % 6000)))\"}],\"max_tokens\":100}" > answer & sleep .5; done`: "minutes; make truth sends such traffic",
 	`tandem replay --recording FOLDER/recordings --advise 4 --html answer.html`:                                           "make truth",
 	`tandem profile ENGINE --to profile.json`:                                                                             "make truth",
@@ -152,7 +150,7 @@ var documentedOnly = map[string]string{
 // TestOneMachineTutorial and TestHowTosPasted.
 var pasted = map[string]bool{
 	"../docs/tutorial/inside-envoy.md": true, "../docs/tutorial/one-machine.md": true, "../docs/howto/rotate-keys.md": true,
-	"../docs/howto/upgrade.md": true, "../docs/howto/tls.md": true,
+	"../docs/howto/upgrade.md": true, "../docs/howto/tls.md": true, "../docs/howto/existing-envoy.md": true,
 }
 
 // makeTargets are targets that pages name, with the reason why they are not run here: they run these tests, or take
