@@ -270,7 +270,7 @@ func (r *runner) say(self string, cfg *configv1.Config, models []string) {
 		model = models[0]
 	}
 	if len(models) > 1 {
-		also = " (or " + words.Plain(strings.Join(models[1:], ", ")) + ")"
+		also = ", to " + words.Plain(model) + " (it serves " + words.Plain(strings.Join(models[1:], ", ")) + ", too)"
 	}
 	fmt.Fprintf(r.stdout, "\nTandem and Envoy run. OpenAI and Anthropic API: %s/v1\nPage: %s\nConfiguration: %s (changes take "+
 		"effect when it is saved)\nEnvoy's bootstrap and log: %s\n\nA short request, and one with a long prompt%s:\n\n%s\n%s\n"+
