@@ -18,6 +18,7 @@ func CheckRedis(ctx context.Context, cfg *configv1.Config) error {
 		return nil
 	}
 	o := config.RedisOptions(r, slog.New(slog.DiscardHandler))
+	redisstore.LogTo(o.Log) // else its client writes of each try to stderr, beside the one sentence that follows
 	var err error
 	if o.TLS, err = config.RedisTLS(r.GetTls()); err == nil {
 		err = redisstore.CheckRights(ctx, o)
