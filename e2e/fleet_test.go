@@ -298,6 +298,9 @@ func start(t testing.TB, o options) *fleet {
 		f.startTandem(i, file, "http://"+listens[i])
 	}
 	if f.routed = o.inside && (o.routed || os.Getenv("TANDEM_ROUTE") == "another"); f.routed {
+		if o.bootstrap == nil { // the policy has a name, and the operator's port is that of all
+			f.admins[0] += policyName
+		}
 		routed(&o, func() string { return listens[0] })
 	}
 	f.startEnvoy(bin, envoyPath, o)

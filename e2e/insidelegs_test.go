@@ -22,7 +22,7 @@ func (f *fleet) second(arrange func(dir string, bootstrap []byte) []byte, args .
 	p := ports(t, 3)
 	text, err := os.ReadFile(f.config)
 	require.NoError(t, err)
-	plain := func(url string) string { return strings.TrimPrefix(url, "http://") }
+	plain := func(url string) string { return strings.TrimSuffix(strings.TrimPrefix(url, "http://"), policyName) }
 	other := strings.NewReplacer(plain(f.url), p[0], plain(f.envoyURL), p[1], plain(f.admins[0]), p[2]).Replace(string(text))
 	out := &fleet{t: t, dir: t.TempDir(), url: "http://" + p[0], envoyURL: "http://" + p[1], admins: []string{"http://" + p[2]},
 		prefills: f.prefills, decodes: f.decodes}
@@ -42,6 +42,7 @@ func (f *fleet) second(arrange func(dir string, bootstrap []byte) []byte, args .
 		var o options
 		routed(&o, func() string { return p[2] })
 		printed = []byte(o.bootstrap(out))
+		out.admins[0] += policyName
 		path, args = "/usr/bin/env", append(append(o.envoyEnv(out), path), args...)
 	}
 	require.NoError(t, os.WriteFile(bootstrap, printed, 0o600))
@@ -63,9 +64,6 @@ func testInsideSeveral(t *testing.T, routed bool) {
 	f := start(t, options{inside: true, routed: routed, prefills: 2, decodes: 2, top: r.yaml(),
 		engineArgs: []string{"--decode-step", "20ms"}})
 	other := f.second(nil)
-	if f.routed { // the operator's port is that of all policies
-		f.admins[0], other.admins[0] = f.admins[0]+"/chat", other.admins[0]+"/chat"
-	}
 
 	for i := range 6 { // the prompt's P does not depend on the Envoy that is asked
 		body := chat(fmt.Sprintf("%d: %s", i, strings.Repeat("a long prompt of its own ", 400)))

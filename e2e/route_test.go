@@ -35,6 +35,9 @@ func anothersRoute(f *fleet, listen, admin, policy string, retries bool) string 
 		"HOSTS", strings.Join(hosts, ", ")).Replace(string(text))
 }
 
+// policyName is the path of routed's replica at the operator's port, which is that of all policies.
+const policyName = "/chat"
+
 // routed has a fleet's Envoy load Tandem on another's route, with the configuration in its file. admin is the address of
 // the operator's port.
 func routed(o *options, admin func() string) {
@@ -47,7 +50,7 @@ func routed(o *options, admin func() string) {
 	}
 	if o.bootstrap == nil {
 		o.bootstrap = func(f *fleet) string {
-			policy := fmt.Sprintf(`{"name":"chat","file":%q,"route":{"rule":1,"strict":true}}`, f.config)
+			policy := fmt.Sprintf(`{"name":%q,"file":%q,"route":{"rule":1,"strict":true}}`, policyName[1:], f.config)
 			return anothersRoute(f, strings.TrimPrefix(f.url, "http://"), strings.TrimPrefix(f.envoyURL, "http://"), policy, true)
 		}
 	}

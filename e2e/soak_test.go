@@ -115,9 +115,6 @@ func newSoak(t *testing.T) *soak {
 		o.top += fmt.Sprintf("state: {redis: {url: \"redis://%s/0\"}}\n", s.redisAt)
 	}
 	s.fleet = start(t, withOrders(t, o))
-	if s.routed { // the operator's port is that of all policies
-		s.admins[0] += "/chat"
-	}
 	s.lenient = true // killed engines have lost their counts; the soak checks the others itself
 	return s
 }

@@ -124,8 +124,8 @@ func (f *Filter) arrives() {
 }
 
 // asItCame undoes what the route has made of the request on its way to D: of its path and host (HTTPRoute's URLRewrite,
-// the name of an https engine), and of its headers (RequestHeaderModifier). Envoy looks the route up again for a request
-// that begins again: it would find another one, and the route would add its headers once more.
+// the name of an https engine), and of its headers (RequestHeaderModifier). Envoy looks the route up again for a
+// request that begins again: it would find another one, and the route would add its headers once more.
 func (f *Filter) asItCame() {
 	if f.route == nil {
 		return
