@@ -176,8 +176,8 @@ func (a *All) replicaOf(c *Configured) (*running, error) {
 	key := keyOf(&c.set)
 	old := a.running[key]
 	if old != nil && old.file != c.set.File {
-		return nil, fmt.Errorf("name: %s is the name of another configuration in this Envoy, which is not of %s", key,
-			cmp.Or(c.set.File, "a policy"))
+		return nil, fmt.Errorf("name: %s is the name of another configuration in this Envoy, which is not of %s: take "+
+			"another name, or replace the Envoy", key, cmp.Or(c.set.File, "a policy"))
 	}
 	if old != nil && (c.set.Tandem == nil || string(*old.text.Load()) == string(c.set.Tandem)) {
 		return old, nil

@@ -22,6 +22,7 @@ import (
 const moduleValues = `
 gateway: {mode: module, attach: web/http, hostnames: [chat.test], operator: {admin: "0.0.0.0:9090", engines: [10.201.0.0/24]}}
 image: {tag: v1}
+replicas: 1
 inside: {repository: registry.test/tandem-envoy}
 redis: {image: "tandem.test/redis:1"}
 resources: {requests: {cpu: 50m, memory: 64Mi}, limits: {memory: 1Gi}}
@@ -36,8 +37,6 @@ engines:
   drainSeconds: 5
 `
 
-// Written without a cluster at hand, and not run yet, so it is not among the tests of run.sh (TESTS=TestModule).
-//
 // Tandem in the Envoy of an Envoy Gateway in Kubernetes mode, by the chart: attached to a Gateway that serves another route,
 // under load while everything changes, and taken off again without a trace. The other route is asked all the time.
 func TestModule(t *testing.T) {
@@ -49,14 +48,14 @@ func TestModule(t *testing.T) {
 	before := c.names()
 
 	// proxy writes the EnvoyProxy of the Gateway, with what the chart's notes say that it needs.
-	proxy := func(more string) {
+	proxy := func(c *cluster, more string) {
 		notes := c.must("helm install chat " + chart + " --namespace default -f " + values + more + " --dry-run=client")
 		_, spec, _ := strings.Cut(notes, "\n  spec:\n")
 		spec, _, _ = strings.Cut(spec, "\n\nIt needs extensionApis")
 		text := "apiVersion: gateway.envoyproxy.io/v1alpha1\nkind: EnvoyProxy\nmetadata: {name: web, namespace: default}\nspec:\n" + spec + "\n"
 		require.NoError(t, os.WriteFile(filepath.Join(c.dir, "proxy.yaml"), []byte(text), 0o600))
 	}
-	proxy("")
+	proxy(c, "")
 
 	c.show("helm install chat " + chart + " --namespace default -f " + values + " --set gateway.attach=none/none --wait --timeout 6m") // the ConfigMap is there before Envoys mount it
 	c.show("kubectl apply -f proxy.yaml")
@@ -70,43 +69,44 @@ func TestModule(t *testing.T) {
 	c.show("tandem envoy --for envoy-gateway --check --namespace default --name chat")
 
 	other := c.load("llm.test", 1)
-	step := func(name string, do func()) {
+	step := func(name string, do func(c *cluster)) {
 		t.Run(name, func(t *testing.T) {
-			chats := c.under(t).load("chat.test", 4)
-			do()
+			c := c.under(t)
+			chats := c.load("chat.test", 4)
+			do(c)
 			n, wrong := chats.end()
 			t.Logf("%d requests, wrong: %v", n, wrong)
 			require.Empty(t, wrong)
 		})
 	}
-	step("400 requests, and engines are killed", func() {
-		c.show("kubectl delete pod --grace-period=0 --force $(kubectl get pod -o name -l llm-d.ai/role=decode,app.kubernetes.io/name=tandem-engine | head -1)")
+	step("400 requests, and engines are killed", func(c *cluster) {
+		c.show("kubectl delete --grace-period=0 --force $(kubectl get pod -o name -l llm-d.ai/role=decode,app.kubernetes.io/name=tandem-engine | head -1)")
 		time.Sleep(3 * time.Second)
-		c.show("kubectl delete pod --grace-period=0 --force $(kubectl get pod -o name -l llm-d.ai/role=prefill,app.kubernetes.io/name=tandem-engine | head -1)")
+		c.show("kubectl delete --grace-period=0 --force $(kubectl get pod -o name -l llm-d.ai/role=prefill,app.kubernetes.io/name=tandem-engine | head -1)")
 		c.must("kubectl wait --timeout=3m deployment/chat-prefill deployment/chat-decode --for=condition=Available")
 		time.Sleep(10 * time.Second)
 	})
-	step("engines are rolled", func() {
+	step("engines are rolled", func(c *cluster) {
 		c.show("kubectl rollout restart deployment/chat-prefill deployment/chat-decode")
 		c.must("kubectl rollout status --timeout=4m deployment/chat-prefill")
 		c.must("kubectl rollout status --timeout=4m deployment/chat-decode")
 	})
-	step("the policy changes", func() {
+	step("the policy changes", func(c *cluster) {
 		c.show("helm upgrade chat " + chart + " --namespace default -f " + values + " --set config.pools[0].prefillAttempts=2")
 		time.Sleep(10 * time.Second)
 	})
-	step("the Gateway's Envoy is rolled", func() {
+	step("the Gateway's Envoy is rolled", func(c *cluster) {
 		c.show("kubectl rollout restart -n envoy-gateway-system deployment " + ofWeb)
 		c.must("kubectl rollout status --timeout=4m -n envoy-gateway-system deployment " + ofWeb)
 	})
-	step("two Envoys share a Redis", func() {
+	step("two Envoys share a Redis", func(c *cluster) {
 		const more = " --set redis.enabled=true,replicas=2"
 		c.show("helm upgrade chat " + chart + " --namespace default -f " + values + more + " --wait --timeout 6m")
-		proxy(more)
+		proxy(c, more)
 		c.show("kubectl apply -f proxy.yaml")
 		c.agree()
 		c.show("helm upgrade chat " + chart + " --namespace default -f " + values)
-		proxy("")
+		proxy(c, "")
 		c.show("kubectl apply -f proxy.yaml")
 		c.await("one Envoy is left", func() bool { return len(c.envoys()) == 1 })
 	})
@@ -163,7 +163,7 @@ func (c *cluster) agree() {
 	c.await("both know of each other", func() bool {
 		at = c.envoys()
 		return len(at) == 2 && !slices.ContainsFunc(at, func(ip string) bool {
-			return !strings.Contains(admin(ip, "/default.chat/readyz"), "2 replicas")
+			return !strings.Contains(admin(ip, "/default.chat.file/readyz"), "2 replicas")
 		})
 	})
 	for i := range 6 {

@@ -221,9 +221,15 @@ affinity: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end }}
 
-{{/* The name of the replica, of which there is one in each Envoy: another namespace's may have the name of this release. */}}
+{{/* The name of the ConfigMap, which is in the namespace of Envoy's pods: another namespace's release may have the name of this one. */}}
+{{- define "tandem.inEnvoys" -}}
+{{ printf "%s.%s" .Release.Namespace .Release.Name | trunc 58 | trimSuffix "." }}
+{{- end }}
+
+{{/* The name of the replica, of which there is one in each Envoy. A file's is another one than a policy's: who switches between them gets
+another replica, where a running Envoy refuses the same name of another source. */}}
 {{- define "tandem.replicaName" -}}
-{{ printf "%s.%s" .Release.Namespace .Release.Name | trunc 63 | trimSuffix "." }}
+{{ include "tandem.inEnvoys" . }}{{ if eq (include "tandem.moduleFile" .) "true" }}.file{{ end }}
 {{- end }}
 
 {{/* Whether the configuration is in a file in Envoy's pods: a policy may not say where Redis is (docs/security.md). */}}
@@ -330,7 +336,7 @@ provider:
         {{- if or $config (ne $from "image") .Values.redis.existingSecret }}
         volumes:
         {{- if $config }}
-        - {name: tandem, configMap: {name: {{ include "tandem.replicaName" . }}}}
+        - {name: tandem, configMap: {name: {{ include "tandem.inEnvoys" . }}}}
         {{- end }}
         {{- if eq $from "initContainer" }}
         - {name: library, emptyDir: {}}
