@@ -34,7 +34,7 @@ engines:
   image: tandem.test/enginesim:1
   argsInstead: [--listen, "0.0.0.0:8000", --side-channel, "$(POD_IP):5600", --role, $(ROLE), --model, tiny, --lease, 120s]
   resources: {limits: {nvidia.com/gpu: null}}
-  drainSeconds: 5
+  drainSeconds: 20
 `
 
 // Tandem in the Envoy of an Envoy Gateway in Kubernetes mode, by the chart: attached to a Gateway that serves another route,
