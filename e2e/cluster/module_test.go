@@ -104,6 +104,8 @@ func TestModule(t *testing.T) {
 		c.show("helm upgrade chat " + chart + " --namespace default -f " + values + more + " --wait --timeout 6m")
 		proxy(c, more)
 		c.show("kubectl apply -f proxy.yaml")
+		c.show("kubectl rollout restart -n envoy-gateway-system deployment " + ofWeb) // where Redis is takes a restart
+		c.must("kubectl rollout status --timeout=4m -n envoy-gateway-system deployment " + ofWeb)
 		c.agree()
 		c.show("helm upgrade chat " + chart + " --namespace default -f " + values)
 		proxy(c, "")
