@@ -393,6 +393,12 @@ func TestHelmModule(t *testing.T) {
 			require.NotEmpty(t, cfg.GetPools()[0].GetDiscovery().GetDns())
 			require.Contains(t, rendered, "reference: \"tandem-library:0.1.0\"")
 			require.Contains(t, rendered, "app.kubernetes.io/managed-by: envoy-gateway")
+			// An Envoy may have an answer of DNS that is as old as a cache of 30 s and the 5 s between its questions allow.
+			count := strings.Count(rendered, "\n  strategy: {rollingUpdate:")
+			require.Positive(t, count)
+			for _, once := range []string{"\n  minReadySeconds: 40 ", "preStop: {sleep: {seconds: 40}}", "terminationGracePeriodSeconds: 335\n"} {
+				require.Equal(t, count, strings.Count(rendered, once), once)
+			}
 		}
 	})
 	t.Run("the library is copied", func(t *testing.T) {
