@@ -68,7 +68,7 @@ func (f *fleet) reloadAll(change func(text string) string) {
 // requests, and none is lost: limits and body modes, replicas that come and go, pools.
 func TestXDSChangesUnderLoad(t *testing.T) {
 	t.Parallel()
-	f := start(t, options{xds: true, replicas: 2, engineArgs: []string{"--decode-step", "1ms", "--lease", "10s"},
+	f := start(t, options{xds: true, replicas: 2, top: startRedis(t).yaml(), engineArgs: []string{"--decode-step", "1ms", "--lease", "10s"},
 		envoyFields: ", bodyMode: auto, decodeIdleTimeout: 30m"})
 	both := regexp.MustCompile(`extProcs: \[([^,]*), ([^]]*)\], replans: \[([^,]*), ([^]]*)\]`)
 	text, err := os.ReadFile(f.config)
@@ -132,6 +132,49 @@ func TestXDSChangesUnderLoad(t *testing.T) {
 		}
 		return false
 	})
+}
+
+// A replica that joins decides requests of connections from before, too, and their listener tells only the others how
+// they ended: these tell it, through Redis. A connection outlives a change of listeners for as long as Envoy drains.
+func TestAReplicaJoinsOldConnections(t *testing.T) {
+	t.Parallel()
+	redis := startRedis(t)
+	f := start(t, options{xds: true, replicas: 2, top: redis.yaml()})
+	text, err := os.ReadFile(f.config)
+	require.NoError(t, err)
+	list := regexp.MustCompile(`extProcs: \[([^,]*), [^]]*\], replans: \[([^,]*), [^]]*\]`).FindStringSubmatch(string(text))
+	require.NotNil(t, list)
+	one := fmt.Sprintf("extProcs: [%s], replans: [%s]", list[1], list[2])
+	listeners := func() int { return f.envoyStat("listener_manager.lds.update_success") }
+	change := func(from, to string) {
+		before := listeners()
+		f.reloadAll(func(text string) string { return strings.Replace(text, from, to, 1) })
+		soon(t, "Envoy has new listeners", func() bool { return listeners() > before })
+	}
+	change(list[0], one)
+	client := &http.Client{Transport: &http.Transport{MaxConnsPerHost: 1}, Timeout: patience}
+	ask := func() {
+		resp, err := client.Post(f.url+"/v1/chat/completions", "application/json",
+			strings.NewReader(`{"model":"tiny","max_tokens":2,"messages":[{"role":"user","content":"Tell me all."}]}`))
+		require.NoError(t, err)
+		_, err = io.Copy(io.Discard, resp.Body)
+		require.NoError(t, err)
+		require.NoError(t, resp.Body.Close())
+		require.Equal(t, 200, resp.StatusCode)
+	}
+	ask() // the connection
+	change(one, list[0])
+	decided := func() float64 { return metric(t, f.admins[1], "tandem_decisions_total") }
+	soon(t, "Envoy asks the replica that joined", func() bool {
+		f.post("/v1/chat/completions", `{"model":"tiny","max_tokens":1,"messages":[{"role":"user","content":"A new connection."}]}`)
+		return decided() > 0
+	})
+	before := decided()
+	for range 40 {
+		ask()
+	}
+	require.Greater(t, decided(), before+5, "the replica that joined has decided some of them")
+	f.account()
 }
 
 // With client certificates strangers cannot read the configuration, and Envoy loads a changed certificate while clients

@@ -117,6 +117,9 @@ func (s *Server) requestEnded(t *kvtransfer.Ticket, e *ended.Pass) {
 		over.HandedOver = e.ClientGone && over.Here && !s.State.HandOvers.Consume(t.ID.Inline())
 	}
 	mine := s.journeys.End(&over)
+	if !over.Here {
+		s.passes.ReleaseElsewhere(t)
+	}
 	if len(e.Unfollowed) > 0 {
 		s.notFollowed(t, e, mine)
 	}

@@ -211,6 +211,17 @@ func (s *Shared) Release(h Held) (mine bool) {
 	return prefill || decode
 }
 
+// ReleaseElsewhere has the other replicas release what a ticket's pass holds: the request is over, and this replica does
+// not hold it. Envoy tells the replica that does by itself, unless that one was added since the request's connection
+// began: the connection's listener tells only those that it knew.
+func (s *Shared) ReleaseElsewhere(t *kvtransfer.Ticket) {
+	if pool := s.State.Pool(t.Pool); pool != nil {
+		held := HeldBy(t)
+		s.State.Bookings.ReleaseAnywhere(pool, held.Prefill)
+		s.State.Bookings.ReleaseAnywhere(pool, held.Decode)
+	}
+}
+
 // Bar is Release for a pass of a request that is over. The pass then reserves nothing more, not even if its stream
 // still waits behind others' bodies.
 func (s *Shared) Bar(h Held) {

@@ -106,7 +106,7 @@ func (x *Pass) toDecode(
 	s, r := x.shared, &x.Req
 	h := plan.HandOver{Ticket: t, Attempt: attempt, Params: s.Params(t), API: x.shared.API(&x.Head)}
 	held := HeldBy(t)
-	s.State.Bookings.Release(held.Prefill)                    // if another replica made it, the prefill leg released it
+	s.State.Bookings.ReleaseAnywhere(pool, held.Prefill)
 	defer s.State.Bookings.ReleaseAnywhere(pool, held.Decode) // until then P's memory counts as held
 	x.begin(pool, plan.Attempt{})
 	p := &x.policy.Policy
