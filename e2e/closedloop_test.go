@@ -290,7 +290,6 @@ type liveSession struct {
 	number  int
 	next    int
 	texts   [][]byte // the prompts so far with their answers
-	written int
 }
 
 // play asks all turns that are left.

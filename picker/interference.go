@@ -33,7 +33,7 @@ func (p *beside) delayed(t *terms, answers float64) float64 {
 }
 
 // prefillBeside completes the price of prefill on an endpoint that may write answers, too.
-func (t *terms) prefillBeside(c *kvstate.Candidate, b *batch, p *PrefillPrice) {
+func (t *terms) prefillBeside(b *batch, p *PrefillPrice) {
 	p.Queue = b.prompt.queue
 	if b.answers <= 0 {
 		return

@@ -195,7 +195,7 @@ func (t *terms) prefill(c *kvstate.Candidate, b *batch, p *PrefillPrice) {
 	p.Jobs = t.jobs * float64(c.Jobs) * min(usual, t.jobCap) * slow
 	p.Session = t.session(c, kvstate.RolePrefill)
 	if c.Endpoint.Role == kvstate.RoleBoth {
-		t.prefillBeside(c, b, p)
+		t.prefillBeside(b, p)
 	}
 	p.Late = t.late(p.Queue + p.Work + p.Load)
 	p.Evicts, p.Returns = t.evicts(c, b.uncached), t.returns(c, p.Work)

@@ -42,7 +42,7 @@ type Slowdowns struct {
 // Misses are the turns that are not good, by the cause without which they might be.
 type Misses struct {
 	Long      int `json:"long"`      // what is new in the prompt takes an idle engine longer than the target
-	Evicted   int `json:"evicted"`   // the first token is late by less than it took to compute again what was evicted, ...
+	Evicted   int `json:"evicted"`   // the first token is late by less than what was evicted took to compute again, ...
 	Elsewhere int `json:"elsewhere"` // ... or what another engine had
 	Waited    int `json:"waited"`    // it is late, and would be with all that its session had: others came before it
 	Written   int `json:"written"`   // the first token is in time, but later ones are too slow

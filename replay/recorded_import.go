@@ -80,7 +80,9 @@ func LoadSessions(path string) (*Recorded, error) {
 		} else if err != nil {
 			return nil, fmt.Errorf("%s, object %d: %w", path, n, err)
 		}
-		x := RecordedTurn{At: row.Timestamp / 1000, On: -1, Input: row.Input, Output: max(row.Output, 1), root: len(o.Turns)}
+		x := RecordedTurn{
+			At: row.Timestamp / 1000, On: -1, Input: row.Input, Output: max(row.Output, 1), root: len(o.Turns),
+		}
 		known := row.Hashes[:min(len(row.Hashes), max(row.Input, 0)/engine.BlockTokens)]
 		if on, is := last[row.Session]; is {
 			before := &o.Turns[on]
@@ -92,7 +94,8 @@ func LoadSessions(path string) (*Recorded, error) {
 			}
 			x.Input += before.Input + before.Output
 		}
-		if row.Session == "" || row.Input < 1 || x.Input+x.Output > 1<<24 || !(x.At >= 0 && x.At < 1e9) || !(row.Delay >= 0) {
+		if row.Session == "" || row.Input < 1 || x.Input+x.Output > 1<<24 || !(x.At >= 0 && x.At < 1e9) ||
+			!(row.Delay >= 0) {
 			return nil, fmt.Errorf("%s, object %d: not a turn of a session: %+v", path, n, row)
 		}
 		x.Kept = append(x.Kept, known...)

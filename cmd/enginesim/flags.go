@@ -114,8 +114,8 @@ func engineFlags(f *flag.FlagSet, c *api.Config) {
 	f.Float64Var(&c.TransferRate, "transfer-rate", 0,
 		"nixl: bytes/s at which KV is fetched (a token has 512); 0: as fast as it comes")
 	f.IntVar(&c.Chunk, "chunk", 0,
-		"`tokens` of a prompt in a step: answers wait for the end of the step, it for theirs, and prompts for memory until "+
-			"it is their turn (not where both legs run at once); 0: nobody waits")
+		"`tokens` of a prompt in a step: answers wait for the end of the step, it for theirs, and prompts for memory "+
+			"until it is their turn (not where both legs run at once); 0: nobody waits")
 	f.DurationVar(&c.DecodeStep, "decode-step", 0,
 		"time of a decode step, in which every running answer gets one token; 0: instantaneous")
 }

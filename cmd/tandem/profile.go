@@ -164,7 +164,10 @@ func (m *measuring) chunk(ctx context.Context, p *profile.Profile) (tokens float
 			beside, err = m.ask(ctx, unknown(64), batchTokens)
 			return err
 		})
-		time.Sleep(time.Duration(8 * step * float64(time.Second)))
+		select { // until the answer has come so far
+		case <-time.After(time.Duration(8 * step * float64(time.Second))):
+		case <-ctx.Done():
+		}
 		_, failed := m.ask(ctx, unknown(prompt.Tokens), 1)
 		if err := errors.Join(failed, group.Wait()); err != nil {
 			return 0, err

@@ -211,9 +211,9 @@ func (s *Shared) Release(h Held) (mine bool) {
 	return prefill || decode
 }
 
-// ReleaseElsewhere has the other replicas release what a ticket's pass holds: the request is over, and this replica does
-// not hold it. Envoy tells the replica that does by itself, unless that one was added since the request's connection
-// began: the connection's listener tells only those that it knew.
+// ReleaseElsewhere has the other replicas release what a ticket's pass holds: the request is over, and this replica
+// does not hold it. Envoy tells the replica that does by itself, unless that one was added since the request's
+// connection began: the connection's listener tells only those that it knew.
 func (s *Shared) ReleaseElsewhere(t *kvtransfer.Ticket) {
 	if pool := s.State.Pool(t.Pool); pool != nil {
 		held := HeldBy(t)

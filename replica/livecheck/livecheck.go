@@ -129,7 +129,8 @@ func (r *Report) Models() (models []string) {
 		if !seen {
 			order, common = append(order, e.Pool), e.models
 		}
-		pools[e.Pool] = slices.DeleteFunc(slices.Clone(common), func(m string) bool { return !slices.Contains(e.models, m) })
+		other := func(model string) bool { return !slices.Contains(e.models, model) }
+		pools[e.Pool] = slices.DeleteFunc(slices.Clone(common), other)
 	}
 	for _, pool := range order {
 		if of := pools[pool]; len(of) > 0 {

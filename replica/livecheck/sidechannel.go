@@ -103,8 +103,8 @@ func (h *handedOver) post(
 ) ([]byte, error) {
 	ctx, stop := context.WithTimeout(ctx, legTime)
 	defer stop()
-	body := slices.Concat(member, []byte(","), h.body[1:])
-	resp, err := client.Post(ctx, engine, "/v1/completions", body, http.Header{"X-Request-Id": {h.id}}) //nolint:bodyclose // ReadAll does
+	body, id := slices.Concat(member, []byte(","), h.body[1:]), http.Header{"X-Request-Id": {h.id}}
+	resp, err := client.Post(ctx, engine, "/v1/completions", body, id) //nolint:bodyclose // ReadAll does
 	if err != nil {
 		return nil, err //nolint:wrapcheck // it names the engine
 	}
@@ -121,7 +121,9 @@ func (h *handedOver) post(
 // fetch has a decode engine fetch the KV that endpoint j keeps, as the second leg of a request does. KV that nobody
 // fetches would count as expired when its lease ends, and answers that are under way then may be refused
 // (docs/security.md, Wrong text). Engines that a finding is about are not asked: their KV stays until then.
-func fetch(ctx context.Context, client *enginehttp.Client, path string, p *configv1.Pool, answers []engineAnswer, j int) {
+func fetch(
+	ctx context.Context, client *enginehttp.Client, path string, p *configv1.Pool, answers []engineAnswer, j int,
+) {
 	prefill := &answers[j]
 	if prefill.kept == nil || len(prefill.findings) > 0 {
 		return
@@ -133,8 +135,8 @@ func fetch(ctx context.Context, client *enginehttp.Client, path string, p *confi
 			continue
 		}
 		if _, err := prefill.kept.post(ctx, client, endpointOf(p, e), prefill.kept.member); err != nil {
-			a.report(fmt.Sprintf("%s[%d].address", path, i), "the engine did not answer a prompt whose KV %s keeps for "+
-				"it: %v; the reason is in its log", p.GetEndpoints()[j].GetAddress(), err)
+			a.report(fmt.Sprintf("%s[%d].address", path, i), "the engine did not answer a prompt whose KV %s keeps "+
+				"for it: %v; the reason is in its log", p.GetEndpoints()[j].GetAddress(), err)
 		}
 		return
 	}

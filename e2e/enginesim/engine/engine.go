@@ -33,8 +33,8 @@ type Engine struct {
 func New(cfg *Config, log io.Writer) (*Engine, error) {
 	e := &Engine{
 		Cfg: cfg, log: log, Started: time.Now(), Pool: NewPool(cfg.Blocks, cfg.BlockSize),
-		Metrics: newMetrics(cfg.Models[0], cfg.Rank), prefillTurn: make(chan struct{}, 1), scheduled: make(chan struct{}, 1),
-		clock: newClock(),
+		Metrics: newMetrics(cfg.Models[0], cfg.Rank), prefillTurn: make(chan struct{}, 1),
+		scheduled: make(chan struct{}, 1), clock: newClock(),
 	}
 	var err error
 	if e.Events, err = startKVEvents(cfg); err != nil {
