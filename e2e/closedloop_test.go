@@ -160,7 +160,7 @@ func loopLive(t *testing.T, policy string, all []sessions.Session, seed uint64) 
 		o.decodes, o.prefills = o.prefills, 0
 	}
 	name, o.split, _ = strings.Cut(name, "/")
-	l := &liveLoop{t: t, fleet: start(t, o), all: all, seed: seed, began: time.Now(), asked: map[string]int{}}
+	l := &liveLoop{t: t, fleet: start(t, o), draw: sessions.NewDraw(all, seed), began: time.Now(), asked: map[string]int{}}
 	if name == "least-requests" { // past Tandem
 		for _, e := range l.fleet.engines() {
 			l.urls = append(l.urls, "http://"+e.addr)
@@ -176,8 +176,7 @@ type liveLoop struct {
 	t     *testing.T
 	fleet *fleet
 	urls  []string // of which the one with the fewest requests is asked
-	all   []sessions.Session
-	seed  uint64
+	draw  *sessions.Draw
 	began time.Time
 
 	mu                         sync.Mutex
@@ -202,30 +201,14 @@ func (l *liveLoop) computed() (sum float64) {
 }
 
 func (l *liveLoop) play() (r loopResult) {
-	sum, until := 0.0, []float64{}
-	for i := range l.all {
-		sum += l.all[i].Duration()
-		until = append(until, sum)
-	}
-	random := rand.New(rand.NewPCG(l.seed, 11)) // as in package replay
 	var clients sync.WaitGroup
 	for range loop.active {
-		at := random.Float64() * sum
-		i, _ := slices.BinarySearch(until, at)
-		if i > 0 {
-			at -= until[i-1]
-		}
-		s := &liveSession{of: l, session: &l.all[i], number: l.begun + 1}
 		l.begun++
-		for s.next < len(s.session.Turns)-1 {
-			q := &s.session.Turns[s.next]
-			if at <= q.Think+q.Service {
-				break
-			}
-			at -= q.Think + q.Service
+		session, first, wait := l.draw.Within()
+		s := &liveSession{of: l, session: session, number: l.begun}
+		for s.next < first {
 			s.grow(nil)
 		}
-		wait := max(s.session.Turns[s.next].Think-at, random.Float64()*10)
 		clients.Go(func() {
 			for s != nil {
 				s.play(wait)
@@ -249,8 +232,8 @@ func (l *liveLoop) another() (*liveSession, float64) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.begun++
-	random := rand.New(rand.NewPCG(l.seed<<32|uint64(l.begun), 12))
-	return &liveSession{of: l, session: &l.all[random.IntN(len(l.all))], number: l.begun}, random.Float64() * 10
+	session, wait := l.draw.Anew(uint64(l.begun))
+	return &liveSession{of: l, session: session, number: l.begun}, wait
 }
 
 // least returns the URL of which the fewest requests are on their way.

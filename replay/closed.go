@@ -73,8 +73,7 @@ type player struct {
 	*fleet
 	plan   Closed
 	config Config
-	until  []float64 // sums of the sessions' durations
-	random *rand.Rand
+	draw   *sessions.Draw
 	begun  uint64 // sessions
 	active int
 	blocks uint64 // used so far
@@ -103,7 +102,7 @@ func RunClosed(ctx context.Context, name string, c Config, o Closed) (*ClosedRes
 		return nil, err
 	}
 	p := &player{fleet: newFleet(c, nil, rand.New(rand.NewPCG(c.Seed, 3))), plan: o, config: c,
-		random: rand.New(rand.NewPCG(c.Seed, 11)), blocks: 1 << 32}
+		draw: sessions.NewDraw(o.Sessions, c.Seed), blocks: 1 << 32}
 	p.counts = newCounts(p)
 	p.fleet.answered, p.fleet.started = p.ended, p.counts.started
 	for _, e := range p.engines() {
@@ -114,11 +113,6 @@ func RunClosed(ctx context.Context, name string, c Config, o Closed) (*ClosedRes
 	var err error
 	if p.policy, err = p.newPolicy(name); err != nil {
 		return nil, err
-	}
-	sum := 0.0
-	for i := range o.Sessions {
-		sum += o.Sessions[i].Duration()
-		p.until = append(p.until, sum)
 	}
 	for range p.plan.wanted(0) {
 		p.begin(true)
@@ -156,7 +150,7 @@ func (p *player) newPolicy(name string) (policy, error) {
 
 // come lets sessions come at the rate.
 func (p *player) come() {
-	p.After(p.random.ExpFloat64()*3600/p.plan.PerHour, func() { p.begin(false); p.come() })
+	p.After(p.draw.Random.ExpFloat64()*3600/p.plan.PerHour, func() { p.begin(false); p.come() })
 }
 
 // follow begins sessions while there are fewer than the time of day wants.
@@ -173,27 +167,17 @@ func (p *player) begin(within bool) {
 	p.active++
 	s := &playing{number: p.begun}
 	p.counts.sessions = append(p.counts.sessions, &s.counts)
-	if !within { // the same session under all policies
-		random := rand.New(rand.NewPCG(p.config.Seed<<32|s.number, 12))
-		s.session = &p.plan.Sessions[random.IntN(len(p.plan.Sessions))]
-		p.After(random.Float64()*10, func() { p.ask(s) })
-		return
+	var first int
+	var wait float64
+	if within {
+		s.session, first, wait = p.draw.Within()
+	} else {
+		s.session, wait = p.draw.Anew(s.number)
 	}
-	at := p.random.Float64() * p.until[len(p.until)-1]
-	i, _ := slices.BinarySearch(p.until, at)
-	s.session = &p.plan.Sessions[i]
-	if i > 0 {
-		at -= p.until[i-1]
-	}
-	for ; s.next < len(s.session.Turns)-1; s.next++ {
-		t := &s.session.Turns[s.next]
-		if at <= t.Think+t.Service {
-			break
-		}
-		at -= t.Think + t.Service
+	for ; s.next < first; s.next++ {
 		p.grow(s)
 	}
-	p.After(max(s.session.Turns[s.next].Think-at, p.random.Float64()*10), func() { p.ask(s) })
+	p.After(wait, func() { p.ask(s) })
 }
 
 // grow appends the blocks of a session's next turn, and returns those of its prompt.

@@ -74,10 +74,7 @@ func (c *cluster) splits(role string) {
 func (c *cluster) prefills(role string) int { return c.prefillsIn("llm", role) }
 
 // prefillsIn is prefills of the engines in a namespace.
-func (c *cluster) prefillsIn(namespace, role string) int { return len(c.prefilled(namespace, role)) }
-
-// prefilled returns the prompts that engines of a role, in a namespace, have computed for others.
-func (c *cluster) prefilled(namespace, role string) (out []seen) {
+func (c *cluster) prefillsIn(namespace, role string) (n int) {
 	c.t.Helper()
 	pods := "kubectl get pods -n " + namespace + " -l app.kubernetes.io/name=tandem-engine,llm-d.ai/role=" + role + " -o jsonpath='{.items[*].status.podIP}'"
 	for ip := range strings.FieldsSeq(c.must(pods)) {
@@ -91,9 +88,9 @@ func (c *cluster) prefilled(namespace, role string) (out []seen) {
 		require.NoError(c.t, err)
 		for _, s := range list {
 			if s.Leg == "prefill" {
-				out = append(out, s)
+				n++
 			}
 		}
 	}
-	return out
+	return n
 }

@@ -368,8 +368,6 @@ type seen struct {
 	Path           string `json:"path"`
 	Leg            string `json:"leg"`
 	ExternalTokens int    `json:"external_tokens"`
-	CachedTokens   int    `json:"cached_tokens"`
-	PromptTokens   int    `json:"prompt_tokens"`
 }
 
 // requests returns the chats that the engines of a role got.

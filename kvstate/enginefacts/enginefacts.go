@@ -336,3 +336,17 @@ func number(n int) string {
 func engineOwning(owner string) string {
 	return map[string]string{VLLM: VLLM, SGLang: SGLang, "tensorrt_llm": TRTLLM}[owner]
 }
+
+// Common returns the models that all engines serve, by the lists of each. Engines that list none are left out.
+func Common(lists [][]string) (models []string) {
+	for _, list := range lists {
+		for _, model := range list {
+			if !slices.Contains(models, model) && !slices.ContainsFunc(lists, func(other []string) bool {
+				return len(other) > 0 && !slices.Contains(other, model)
+			}) {
+				models = append(models, model)
+			}
+		}
+	}
+	return models
+}

@@ -120,21 +120,20 @@ func (r *Report) Err() error {
 	return errors.Join(errs...)
 }
 
-// Models returns a model of each pool: the first that all of its engines name. Pools without one are left out.
+// Models returns a model of each pool: the first that all of its engines serve that list theirs. Pools without one are
+// left out.
 func (r *Report) Models() (models []string) {
-	pools := map[string][]string{} // what all engines of a pool so far name
-	var order []string
+	lists := map[string][][]string{}
+	var pools []string
 	for _, e := range r.Engines {
-		common, seen := pools[e.Pool]
-		if !seen {
-			order, common = append(order, e.Pool), e.models
+		if !slices.Contains(pools, e.Pool) {
+			pools = append(pools, e.Pool)
 		}
-		other := func(model string) bool { return !slices.Contains(e.models, model) }
-		pools[e.Pool] = slices.DeleteFunc(slices.Clone(common), other)
+		lists[e.Pool] = append(lists[e.Pool], e.models)
 	}
-	for _, pool := range order {
-		if of := pools[pool]; len(of) > 0 {
-			models = append(models, of[0])
+	for _, pool := range pools {
+		if common := enginefacts.Common(lists[pool]); len(common) > 0 {
+			models = append(models, common[0])
 		}
 	}
 	return models

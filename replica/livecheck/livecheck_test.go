@@ -197,3 +197,10 @@ func TestCheckLiveBuilds(t *testing.T) {
 		require.Empty(t, live(t, fmt.Sprintf("pools: [{name: x, kvTransfer: nixl, endpoints: [{role: prefill, address: %q%s}, {role: decode, address: %q%s}]}]", a, release, b, release)))
 	}
 }
+
+// A model of each pool, which all of its engines serve that list theirs.
+func TestModelsOfPools(t *testing.T) {
+	r := Report{Engines: []Engine{{Pool: "a", models: []string{"Qwen/Qwen3-8B", "lora"}}, {Pool: "b", models: []string{"meta/Qwen3 8B"}},
+		{Pool: "a", models: []string{"lora", "Qwen/Qwen3-8B"}}, {Pool: "b"}, {Pool: "silent"}}}
+	require.Equal(t, []string{"Qwen/Qwen3-8B", "meta/Qwen3 8B"}, r.Models())
+}

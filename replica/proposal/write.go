@@ -176,17 +176,12 @@ func noModel(engines []Engine) error {
 }
 
 // common returns the models that all engines serve that list theirs.
-func common(engines []Engine) (models []string) {
+func common(engines []Engine) []string {
+	lists := make([][]string, len(engines))
 	for i := range engines {
-		for _, model := range engines[i].Info.Models {
-			if !slices.Contains(models, model) && !slices.ContainsFunc(engines, func(e Engine) bool {
-				return len(e.Info.Models) > 0 && !slices.Contains(e.Info.Models, model)
-			}) {
-				models = append(models, model)
-			}
-		}
+		lists[i] = engines[i].Info.Models
 	}
-	return models
+	return enginefacts.Common(lists)
 }
 
 // rolesFollow reports whether all engines do both, with a dialect in which their roles are the router's alone.
