@@ -80,23 +80,31 @@ type reader struct {
 }
 
 func (r *reader) open(path string) error {
-	file, err := os.Open(path)
-	if err != nil {
+	file, err := OpenFile(path)
+	if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) { // nothing was written yet
+		r.cut = append(r.cut, path)
+		return nil
+	} else if err != nil {
 		return fmt.Errorf("opening a recording: %w", err)
 	}
 	defer file.Close()
-	var from io.Reader = file
-	if strings.HasSuffix(path, ".gz") {
-		unpacked, err := gzip.NewReader(file)
-		if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) { // nothing was written yet
-			r.cut = append(r.cut, path)
-			return nil
-		} else if err != nil {
-			return fmt.Errorf("opening %s: %w", path, err)
-		}
-		from = unpacked
+	return r.read(filepath.Base(path), file)
+}
+
+// OpenFile opens a file to read it. If its name ends in .gz, what is read is decompressed.
+func OpenFile(path string) (io.ReadCloser, error) {
+	file, err := os.Open(path)
+	if err != nil || !strings.HasSuffix(path, ".gz") {
+		return file, err
 	}
-	return r.read(filepath.Base(path), from)
+	unpacked, err := gzip.NewReader(file)
+	if err != nil {
+		return nil, fmt.Errorf("decompressing %s: %w", path, errors.Join(err, file.Close()))
+	}
+	return struct {
+		io.Reader
+		io.Closer
+	}{unpacked, file}, nil
 }
 
 func (r *reader) read(name string, from io.Reader) error {

@@ -10,6 +10,7 @@ import (
 
 	"tandem/replay/engine"
 	"tandem/replay/profile"
+	"tandem/replay/sessions"
 )
 
 // WriteMooncake writes a recording in Mooncake's format, which [traces.Read] reads: its requests come at fixed times.
@@ -37,14 +38,7 @@ func (o *Recorded) WriteSessions(w io.Writer) error {
 	gone := make([]bool, len(o.Turns))
 	return o.write(w, func(i int) any {
 		t := &o.Turns[i]
-		line := struct {
-			Session   string   `json:"session_id"`
-			Timestamp *float64 `json:"timestamp,omitempty"` // ms
-			Delay     *float64 `json:"delay,omitempty"`     // ms
-			Input     int      `json:"input_length"`
-			Output    int      `json:"output_length"`
-			Hashes    []uint64 `json:"hash_ids,omitempty"`
-		}{Output: t.Output}
+		line := sessions.Row{Output: t.Output}
 		if on := t.On; on >= 0 && t.Gap >= 0 && !gone[on] {
 			gone[on], session[i] = true, session[on]
 			line.Delay, line.Input = new(1000*t.Gap), max(t.Input-has[on], 1)

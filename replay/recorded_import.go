@@ -1,10 +1,8 @@
 package replay
 
 import (
-	"bufio"
 	"bytes"
 	"cmp"
-	"compress/gzip"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -12,10 +10,10 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
-	"strings"
 
 	"tandem/recording"
 	"tandem/replay/engine"
+	"tandem/replay/sessions"
 	"tandem/replay/traces"
 )
 
@@ -32,16 +30,12 @@ func firstLine(path string) []byte {
 	if err != nil || !about.Mode().IsRegular() {
 		return nil
 	}
-	file, err := os.Open(path)
+	file, err := recording.OpenFile(path)
 	if err != nil {
 		return nil
 	}
 	defer file.Close()
-	from, err := unpacked(path, file)
-	if err != nil {
-		return nil
-	}
-	begin, _ := io.ReadAll(io.LimitReader(from, 64<<10))
+	begin, _ := io.ReadAll(io.LimitReader(file, 64<<10))
 	line, _, _ := bytes.Cut(begin, []byte("\n"))
 	if bytes.Contains(line, []byte(`"tandem_recording"`)) {
 		return nil
@@ -49,54 +43,45 @@ func firstLine(path string) []byte {
 	return line
 }
 
-func unpacked(path string, file io.Reader) (io.Reader, error) {
-	if strings.HasSuffix(path, ".gz") {
-		return gzip.NewReader(file)
-	}
-	return bufio.NewReader(file), nil
-}
-
 // LoadSessions returns the conversations of a file as those of a recording: they begin at their timestamps, and a turn
 // comes its delay after the answer before it. As aiperf reads it, input_length is what a turn's prompt has beside the
 // conversation before it.
 func LoadSessions(path string) (*Recorded, error) {
-	file, err := os.Open(path)
+	file, err := recording.OpenFile(path)
 	if err != nil {
 		return nil, fmt.Errorf("opening sessions: %w", err)
 	}
 	defer file.Close()
-	from, err := unpacked(path, file)
-	if err != nil {
-		return nil, fmt.Errorf("opening %s: %w", path, err)
-	}
 	o := &Recorded{Pool: recording.Pool{Name: filepath.Base(path)}, Sample: 1, Recordings: 1, Skipped: map[string]int{},
 		whole: true}
 	last, unique := map[string]int{}, uint64(1)<<62
-	rows := json.NewDecoder(from)
+	rows := json.NewDecoder(file)
 	for n := 1; ; n++ {
-		var row sessionRow
+		var row sessions.Row
 		if err := rows.Decode(&row); errors.Is(err, io.EOF) {
 			break
 		} else if err != nil {
 			return nil, fmt.Errorf("%s, object %d: %w", path, n, err)
 		}
 		x := RecordedTurn{
-			At: row.Timestamp / 1000, On: -1, Input: row.Input, Output: max(row.Output, 1), root: len(o.Turns),
+			At: sessions.Seconds(row.Timestamp), On: -1, Input: row.Input, Output: max(row.Output, 1),
+			root: len(o.Turns),
 		}
 		known := row.Hashes[:min(len(row.Hashes), max(row.Input, 0)/engine.BlockTokens)]
-		if on, is := last[row.Session]; is {
+		session, delay := fmt.Sprint(row.Session), sessions.Seconds(row.Delay)
+		if on, is := last[session]; is {
 			before := &o.Turns[on]
-			x.On, x.root, x.Gap, known = on, before.root, row.Delay/1000, before.Kept
+			x.On, x.root, x.Gap, known = on, before.root, delay, before.Kept
 			if x.At == 0 {
 				x.At = before.At + x.Gap + usualStep*float64(before.Output)
-			} else if row.Delay == 0 {
+			} else if delay == 0 {
 				x.Gap = -max(x.At-before.At, 1e-9)
 			}
 			x.Input += before.Input + before.Output
 		}
-		if row.Session == "" || row.Input < 1 || x.Input+x.Output > 1<<24 || !(x.At >= 0 && x.At < 1e9) ||
-			!(row.Delay >= 0) {
-			return nil, fmt.Errorf("%s, object %d: not a turn of a session: %+v", path, n, row)
+		if row.Session == nil || row.Input < 1 || x.Input+x.Output > 1<<24 || !(x.At >= 0 && x.At < 1e9) ||
+			!(delay >= 0) {
+			return nil, fmt.Errorf("%s, object %d: not a turn of a session", path, n)
 		}
 		x.Kept = append(x.Kept, known...)
 		for len(x.Kept)*engine.BlockTokens < x.Input+x.Output {
@@ -106,7 +91,7 @@ func LoadSessions(path string) (*Recorded, error) {
 		x.Blocks = x.Kept[:(x.Input+engine.BlockTokens-1)/engine.BlockTokens]
 		x.Was = &recording.Request{N: uint64(n), Pool: o.Pool.Name, Prompt: int64(x.Input), Cached: -1,
 			Answer: int64(x.Output)}
-		last[row.Session] = len(o.Turns)
+		last[session] = len(o.Turns)
 		o.Turns = append(o.Turns, x)
 	}
 	if len(o.Turns) < 2 {
@@ -119,15 +104,6 @@ func LoadSessions(path string) (*Recorded, error) {
 
 // usualStep is how long a token of an answer is thought to take where only the order of requests hangs on it, s.
 const usualStep = .02
-
-type sessionRow struct {
-	Session   string   `json:"session_id"`
-	Timestamp float64  `json:"timestamp"` // ms
-	Delay     float64  `json:"delay"`     // ms
-	Input     int      `json:"input_length"`
-	Output    int      `json:"output_length"`
-	Hashes    []uint64 `json:"hash_ids"`
-}
 
 // byArrival sorts the turns, and has the first of them come at 0.
 func (o *Recorded) byArrival() {

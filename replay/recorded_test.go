@@ -241,6 +241,7 @@ func TestExportedAsAIPerfReadsIt(t *testing.T) {
 {"session_id":"0","delay":500,"input_length":1,"output_length":20}
 {"session_id":"4","timestamp":5000,"input_length":1800,"output_length":20,"hash_ids":[0,1,3,4]}
 `, sessions.String())
+	sessions.WriteString(`{"session_id":5,"timestamp":6000,"input_length":700,"output_length":20}`) // others number them
 	file := filepath.Join(t.TempDir(), "x.sessions")
 	require.NoError(t, os.WriteFile(file, []byte(sessions.String()), 0o600))
 	require.True(t, IsTrace(file) && IsSessions(file))
@@ -250,9 +251,12 @@ func TestExportedAsAIPerfReadsIt(t *testing.T) {
 	for i := range back.Turns {
 		turn := &back.Turns[i]
 		turns = append(turns, fmt.Sprint(turn.On, turn.Gap, turn.Input, turn.Output))
-		require.Equal(t, back.Turns[0].Blocks[:2], turn.Blocks[:2])
+		if i < 5 {
+			require.Equal(t, back.Turns[0].Blocks[:2], turn.Blocks[:2])
+		}
 	}
-	require.Equal(t, []string{"-1 0 1100 20", "0 0.5 1700 20", "1 0.5 1721 20", "-1 0 1536 20", "-1 0 1800 20"}, turns)
+	require.Equal(t, []string{"-1 0 1100 20", "0 0.5 1700 20", "1 0.5 1721 20", "-1 0 1536 20", "-1 0 1800 20", "-1 0 700 20"},
+		turns)
 	v := Variant{Policy: "tandem", Config: DefaultConfig(), Load: 1}
 	r, err := v.Play(t.Context(), back)
 	require.NoError(t, err)

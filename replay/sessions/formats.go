@@ -1,7 +1,6 @@
 package sessions
 
 import (
-	"bytes"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -17,9 +16,7 @@ import (
 //   - those of kv-cache-tester (github.com/callanjfox/kv-cache-tester), an object a session with requests, of which
 //     each has in, out, hash_ids, and t or think_time and api_time. Subagents are left out: the gap in which they ran
 //     stays
-//   - sessions of aiperf (github.com/ai-dynamo/aiperf, mooncake_trace), an object a request with session_id,
-//     input_length, output_length and delay or timestamp (ms). input_length is what the prompt has beside those of its
-//     session before it and their answers
+//   - sessions of aiperf (github.com/ai-dynamo/aiperf, mooncake_trace), an object a request: see [Row]
 func Read(name string, r io.Reader) (all []Session, err error) {
 	in := json.NewDecoder(r)
 	bySession := map[string]*rows{}
@@ -157,24 +154,34 @@ type rows struct {
 	last    float64 // ms: timestamp of the last one
 }
 
-func (x *rows) add(text []byte) error {
-	var in struct {
-		Input     int `json:"input_length"`
-		Output    int `json:"output_length"`
-		Timestamp *float64
-		Delay     *float64
+// Row is a request of a session, as aiperf writes it.
+type Row struct {
+	Session   any      `json:"session_id"`
+	Timestamp *float64 `json:"timestamp,omitempty"` // ms
+	Delay     *float64 `json:"delay,omitempty"`     // ms after the answer before it
+	Input     int      `json:"input_length"`        // tokens beside the session's prompts and answers before it
+	Output    int      `json:"output_length"`
+	Hashes    []uint64 `json:"hash_ids,omitempty"` // of the prompt's blocks
+}
+
+// Seconds returns a time of a [Row] in seconds. One that it lacks is 0.
+func Seconds(ms *float64) float64 {
+	if ms == nil {
+		return 0
 	}
-	if err := json.Unmarshal(bytes.TrimSpace(text), &in); err != nil {
+	return *ms / 1000
+}
+
+func (x *rows) add(text []byte) error {
+	var in Row
+	if err := json.Unmarshal(text, &in); err != nil {
 		return err
 	}
-	t := Turn{Input: in.Input, Output: max(in.Output, 1)}
-	switch first := len(x.session.Turns) == 0; {
-	case in.Delay != nil:
-		t.Think = *in.Delay / 1000
-	case in.Timestamp != nil && !first:
-		t.Think = max(*in.Timestamp-x.last, 0) / 1000
-	}
+	t := Turn{Input: in.Input, Output: max(in.Output, 1), Think: Seconds(in.Delay)}
 	if in.Timestamp != nil {
+		if in.Delay == nil && len(x.session.Turns) > 0 {
+			t.Think = max(*in.Timestamp-x.last, 0) / 1000
+		}
 		x.last = *in.Timestamp
 	}
 	if err := t.check(); err != nil {

@@ -1,14 +1,13 @@
 package sessions
 
 import (
-	"compress/gzip"
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"os"
 	"path/filepath"
-	"strings"
+
+	"tandem/recording"
 )
 
 // maxTokens bounds the tokens of a prompt and of an answer.
@@ -42,18 +41,12 @@ func Open(path string) ([]Session, error) {
 }
 
 func open(path string) ([]Session, error) {
-	file, err := os.Open(path)
+	file, err := recording.OpenFile(path)
 	if err != nil {
 		return nil, fmt.Errorf("opening sessions: %w", err)
 	}
 	defer file.Close()
-	var r io.Reader = file
-	if strings.HasSuffix(path, ".gz") {
-		if r, err = gzip.NewReader(file); err != nil {
-			return nil, fmt.Errorf("opening %s: %w", path, err)
-		}
-	}
-	return Read(filepath.Base(path), r)
+	return Read(filepath.Base(path), file)
 }
 
 // condensed reads a session as an object with tools and system (tokens, with which the first prompt begins) and turns:

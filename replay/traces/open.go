@@ -5,11 +5,11 @@ import (
 	"compress/gzip"
 	_ "embed" // a trace
 	"fmt"
-	"io"
-	"os"
 	"path/filepath"
 	"slices"
 	"strings"
+
+	"tandem/recording"
 )
 
 // mooncakeTrace is the public conversation trace (README.md).
@@ -30,19 +30,11 @@ func Open(name string, requests int, seed uint64) (*Trace, error) {
 		}
 		return Read(name, r, seed)
 	}
-	file, err := os.Open(name)
+	file, err := recording.OpenFile(name)
 	if err != nil {
 		return nil, fmt.Errorf("opening the trace (a file, or one of mooncake, %s): %w", strings.Join(Kinds(), ", "),
 			err)
 	}
 	defer file.Close()
-	var r io.Reader = file
-	if strings.HasSuffix(name, ".gz") {
-		unpacked, err := gzip.NewReader(file)
-		if err != nil {
-			return nil, fmt.Errorf("opening %s: %w", name, err)
-		}
-		r = unpacked
-	}
-	return Read(filepath.Base(name), r, seed)
+	return Read(filepath.Base(name), file, seed)
 }
