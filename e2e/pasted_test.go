@@ -41,7 +41,8 @@ func paste(t *testing.T, dir, script string) string {
 	require.NoError(t, os.MkdirAll(filepath.Join(dir, ".tools", "bin"), 0o700))
 	require.NoError(t, os.Symlink(bin, filepath.Join(dir, "bin")))
 	require.NoError(t, os.Symlink(envoy, filepath.Join(dir, ".tools", "bin", "envoy")))
-	bash := exec.Command("bash", "-m", "-c", "set -e\n"+script)
+	// What a failed script leaves running would hold its output open.
+	bash := exec.Command("bash", "-m", "-c", "set -e; trap 'kill -9 $(jobs -p)' ERR\n"+script)
 	bash.Dir = dir
 	bash.Env = append(os.Environ(), "TMPDIR="+dir, "PATH="+bin+":"+filepath.Dir(envoy)+":"+os.Getenv("PATH"))
 	out, err := bash.CombinedOutput()

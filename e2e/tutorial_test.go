@@ -44,4 +44,5 @@ func TestOneMachineTutorial(t *testing.T) {
 	require.Regexp(t, `200 .* split +`+regexp.QuoteMeta(p[0])+`|200 .* split +`+regexp.QuoteMeta(p[1]), out)
 	require.Regexp(t, `decode_alone \(cheaper than two hops\)`, out)
 	require.Regexp(t, `OUT|down|out of`, out, "the killed engine")
+	require.Regexp(t, `  GONE, last heard `, out, "the killed replica")
 }

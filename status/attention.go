@@ -253,7 +253,7 @@ func missing(s *Status, add func(bad bool, doc, format string, values ...any)) {
 		names = fmt.Sprintf("Gone without a shutdown: %s.", words.List(gone))
 	}
 	sharing := &s.Sharing
-	switch here := sharing.Replicas; {
+	switch here := max(sharing.Replicas, len(s.Replicas)+len(s.Silent)); {
 	case s.Sharing.NoAnswer: // it is not known which requests run
 	case sharing.Redis && sharing.Up && here < sharing.Configured:
 		run := "run"

@@ -157,6 +157,11 @@ func TestAttention(t *testing.T) {
 			{false, "1 of the 2 replicas in envoy.extProcs runs. As far as is known the rest was shut down, or not started.", "howto/several-replicas.md"}}},
 		"one of three is not here": {change: func(s *Status) { s.Sharing = Sharing{Redis: true, Up: true, Replicas: 2, Configured: 3} }, want: []Notice{
 			{false, "2 of the 3 replicas in envoy.extProcs run. As far as is known the rest was shut down, or not started.", "howto/several-replicas.md"}}},
+		"one does not answer, and is not known to be gone": {change: func(s *Status) {
+			s.Sharing, s.Replicas = Sharing{Redis: true, Up: true, Replicas: 1, Configured: 2}, []Replica{{Name: "a:9090", Redis: true, Ready: true}}
+			s.Silent = []string{"b:9090"}
+		}, want: []Notice{
+			{true, "No answer within a second from b:9090: what it knows is missing below.", "howto/several-replicas.md"}}},
 		"one is gone": {change: func(s *Status) {
 			s.Sharing = Sharing{Redis: true, Up: true, Replicas: 1, Configured: 2}
 			s.Gone = []operator.Gone{{Name: "b:9090", Heard: now.Add(-12 * time.Second)}}

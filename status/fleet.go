@@ -215,6 +215,8 @@ func (a *answers) traces(now time.Time) []telemetry.Trace {
 			take(t, end)
 		}
 		t.GoneWith = a.goneWith(t, now)
+		sharing := &a.reports[0].Sharing
+		t.EndElsewhere = len(a.reports) == 1 && max(sharing.Replicas, sharing.Configured) > 1 && !ended(t) && passedOn(t)
 	}
 	if a.ends != nil {
 		a.ends.fill(all, a.reports[0].Traces)
@@ -234,15 +236,21 @@ func (a *answers) goneWith(t *telemetry.Trace, now time.Time) (names []string) {
 	if ended(t) || a.noRedis {
 		return nil
 	}
-	over := t.Next > t.Pass && now.Sub(t.Started) > t.Waited+t.PrefillTime+nextPass // and no replica has the next pass
-	unseen := t.Prefill != "" && t.PrefillTime == 0 && t.Next == 0 && t.Pass == 0   // no replica saw the leg end
+	if !passedOn(t) || t.Next > t.Pass && now.Sub(t.Started) <= t.Waited+t.PrefillTime+nextPass {
+		return nil
+	}
 	for _, g := range slices.Concat(a.gone, a.restarted) {
-		in := t.Started.Before(g.Heard.Add(heardLate))
-		if (over || unseen) && in && !slices.Contains(names, g.Name) {
+		if t.Started.Before(g.Heard.Add(heardLate)) && !slices.Contains(names, g.Name) {
 			names = append(names, g.Name)
 		}
 	}
 	return names
+}
+
+// passedOn reports whether a replica that is not among those asked may have served the last pass of a request: none of
+// these has the pass that follows the end of a prefill leg, or none saw the leg end.
+func passedOn(t *telemetry.Trace) bool {
+	return t.Next > t.Pass || t.Prefill != "" && t.PrefillTime == 0 && t.Next == 0 && t.Pass == 0
 }
 
 // merge merges reports into a status; the first report is the asked replica's.

@@ -308,6 +308,8 @@ func statusOf(r *telemetry.Trace, now time.Time) string {
 		return "no answer"
 	case len(r.GoneWith) > 0 || now.Sub(r.Started) > unknownAfter:
 		return "unknown"
+	case r.EndElsewhere:
+		return "unknown here"
 	}
 	return "running" // or its end is not reported yet
 }

@@ -216,6 +216,8 @@ func endOf(t *telemetry.Trace, now time.Time) string {
 		return "unknown: lost when " + words.Plain(words.List(t.GoneWith)) + " ended without a shutdown"
 	case status == "unknown":
 		return "its end is unknown"
+	case status == "unknown here":
+		return "still running, or another replica knows its end"
 	case status == "no answer":
 		return "the client got no answer"
 	}

@@ -266,6 +266,26 @@ func TestEndsThatWentWithAReplica(t *testing.T) {
 	require.Equal(t, "unknown t2:1,t3:1", row(func(*telemetry.Trace) {}))
 }
 
+// A replica that is asked alone, or whose Redis is away, does not know whether a leg of its own is over, for another
+// replica may have served what came next.
+func TestEndsThatAnotherReplicaKnows(t *testing.T) {
+	now := time.Now()
+	status := func(replicas int, change func(*telemetry.Trace)) string {
+		r := telemetry.Trace{Route: "split", Prefill: "p1:1", Decode: "d1:1", Started: now.Add(-20 * time.Second)}
+		change(&r)
+		one := report{Sharing: Sharing{Replicas: 1, Configured: replicas}, Traces: []telemetry.Trace{r}}
+		all := (&answers{reports: []report{one}}).traces(now)
+		return statusOf(&all[0], now)
+	}
+	passed := func(r *telemetry.Trace) { r.Next, r.PrefillTime = 1, time.Second }
+	require.Equal(t, "unknown here", status(2, func(*telemetry.Trace) {}))
+	require.Equal(t, "unknown here", status(2, passed))
+	require.Equal(t, "running", status(1, passed))
+	require.Equal(t, "running", status(2, func(r *telemetry.Trace) { passed(r); r.Pass = 1 }), "its last pass is here")
+	require.Equal(t, "running", status(2, func(r *telemetry.Trace) { r.Prefill = "" }), "its only pass is here")
+	require.Equal(t, "200", status(2, func(r *telemetry.Trace) { r.Status = 200 }))
+}
+
 // A request whose ticket a replica refused says so, and counts on no endpoint. One replica may refuse the ticket, and
 // another have the request.
 func TestTicketRefused(t *testing.T) {

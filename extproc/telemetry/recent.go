@@ -50,6 +50,8 @@ type Answered struct {
 	Used *usage.Used `json:"usage,omitempty"`
 	// replicas that are gone and to which Envoy may have reported the end, if none of the others knows it
 	GoneWith []string `json:"end_gone_with,omitempty"`
+	// another replica, which was not asked, may know the end
+	EndElsewhere bool `json:"end_elsewhere,omitempty"`
 }
 
 // EndedCut is how a request ended whose answer broke off after its status was sent.

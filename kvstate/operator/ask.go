@@ -111,9 +111,9 @@ func (o *Operator) Ask(ctx context.Context, about string, question []byte) (Answ
 			out.Silent = append(out.Silent, o.nameOf(id, others))
 		}
 	}
-	if o.away { // no replica can report itself, and those that were there may still run
+	if !o.settled() { // no replica could report itself, and those that were there may still run
 		for id, other := range o.logged {
-			if !slices.Contains(living, id) {
+			if !slices.Contains(living, id) && !others[id].Ended {
 				out.Silent = append(out.Silent, other.name)
 			}
 		}

@@ -94,18 +94,17 @@ func (o *Operator) nameOf(replica uint64, others map[uint64]roster.Member) strin
 	return cmp.Or(others[replica].Name, "started "+started(replica).UTC().Format(time.RFC3339))
 }
 
-// addGone adds the replicas that did not end in order and are not living; none if Redis was away lately. mu is held.
+// addGone adds the replicas that did not end in order and are not living. If Redis was away lately, those of which the
+// log does not say yet that they are gone are not among them. mu is held.
 func (o *Operator) addGone(to *Answers, living []uint64, others map[uint64]roster.Member) {
-	if !o.settled() {
-		return
-	}
+	settled := o.settled()
 	last := map[string]uint64{o.name: o.redis.Replica} // the replica of each name that started last
 	for id, m := range others {
 		last[m.Name] = max(last[m.Name], id)
 	}
 	for id, m := range others {
 		switch {
-		case m.Ended || slices.Contains(living, id):
+		case m.Ended || slices.Contains(living, id) || !settled && o.logged[id] != nil:
 		case last[m.Name] != id:
 			to.Restarted = append(to.Restarted, Gone{m.Name, m.Heard})
 		default:

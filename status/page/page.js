@@ -352,7 +352,8 @@ function decision(t) {
 function end(t) {
   if (t.status) return t.status + (t.ended === 'cut' ? ', cut' : t.ended === 'ticket_refused' ? ', ticket refused' : t.refused ? ', ' + t.refused : '');
   if (t.ended) return t.ended === 'client_gone' ? 'client left' : 'no answer';
-  return t.end_gone_with || Date.now() - new Date(t.started) > 15 * 60e3 ? 'unknown' : 'running';
+  if (t.end_gone_with || Date.now() - new Date(t.started) > 15 * 60e3) return 'unknown';
+  return t.end_elsewhere ? 'unknown here' : 'running';
 }
 
 const total = parts => parts ? parts.reduce((s, p) => s + p.value, 0) : Infinity;
