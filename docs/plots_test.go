@@ -23,7 +23,7 @@ type plot struct {
 	file, title, unit string
 	one               bool     // mark the value 1
 	some              bool     // leave out bars whose column the table lacks
-	digits            int      // after the point; -1: as few as there are
+	digits            int      // after the point; -1: as few as there are; -3: three that count
 	labels            []string // columns that name a group of bars ...
 	label             string   // ... and how, if not by the first one alone
 	bars              []bar
@@ -169,18 +169,18 @@ var plots = []plot{
 // column names a group of bars and the others one each.
 var prices = []plot{
 	{file: "work.svg", title: "Time of a prefill (e)", unit: "seconds, by tokens of the prompt"},
-	{file: "others.svg", title: "Delay of others (w rho/(1-rho))", unit: "seconds for each second of work, by utilisation of the Ps"},
-	{file: "shared.svg", title: "What is charged of a miss on a shared prefix", digits: 2,
+	{file: "others.svg", title: "Delay of others (w rho/(1-rho))", unit: "seconds for each second of work, by utilisation of prefill"},
+	{file: "shared.svg", title: "What is charged of a miss on a shared prefix",
 		unit: "share of its work, by requests in a minute that have it (8 engines, mean prefill .6 s)"},
-	{file: "load.svg", title: "Loading KV, and computing it (load)", unit: "seconds, by tokens"},
-	{file: "late.svg", title: "A first token that comes too late (late)", unit: "seconds, by when it comes"},
+	{file: "load.svg", title: "Loading KV, and computing it (load)", unit: "seconds, by tokens of the prompt that a tier holds"},
+	{file: "late.svg", title: "A first token that comes too late (late)", unit: "seconds, by when it comes, where it is promised in 5 s"},
 	{file: "beside.svg", title: "What answers lose to a prompt beside them", unit: "seconds at a = .5, by answers that run there"},
-	{file: "step.svg", title: "A step of D (step)", unit: "milliseconds, by answers"},
-	{file: "share.svg", title: "Time of a token where prompts are computed, too (token)", unit: "milliseconds, by the share of the last 10 s"},
-	{file: "overflow.svg", title: "KV that does not fit (overflow)", unit: "seconds, steps of 30 ms and 100,000 tokens of KV memory"},
+	{file: "step.svg", title: "A step of D (step)", unit: "milliseconds, by answers in the batch, and the KV of each"},
+	{file: "share.svg", title: "Time of a token where prompts are computed, too (token)", unit: "milliseconds, by the share of the last 10 s that prompts took"},
+	{file: "overflow.svg", title: "KV that does not fit (overflow)", unit: "seconds, by KV as a share of what fits (100,000 tokens; steps of 30 ms)"},
 	{file: "transfer.svg", title: "Transfer of KV (transfer)", unit: "seconds, by tokens that D does not hold"},
 	{file: "evicts.svg", title: "Conversations that lose their KV (evicts)",
-		unit: "seconds: 100,000 tokens are free, then three conversations of 200,000 each"},
+		unit: "seconds, by tokens that need room: 100,000 are free, then three conversations of 200,000 go"},
 	{file: "returns.svg", title: "Conversations that wait (returns)", unit: "seconds, by the time to compute the prompt"},
 }
 
@@ -193,7 +193,7 @@ func drawPrices(t *testing.T) (files []string) {
 		require.NoError(t, err)
 		rows, err := csv.NewReader(from).ReadAll()
 		require.NoError(t, errors.Join(err, from.Close()))
-		p.labels, p.digits = rows[0][:1], cmp.Or(p.digits, -1)
+		p.labels, p.digits = rows[0][:1], -3
 		for _, column := range rows[0][1:] {
 			p.bars = append(p.bars, bar{column, column, ""})
 		}
@@ -416,6 +416,9 @@ func (p *plot) read(t *testing.T, rows [][]string) (labels []string, values [][]
 
 // figure formats a value, with commas.
 func figure(v float64, digits int) string {
+	if digits == -3 {
+		return strconv.FormatFloat(v, 'g', 3, 64)
+	}
 	text := strconv.FormatFloat(v, 'f', digits, 64)
 	if whole, _, _ := strings.Cut(text, "."); len(whole) > 3 {
 		text = text[:len(whole)-3] + "," + text[len(whole)-3:]

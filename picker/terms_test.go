@@ -52,7 +52,11 @@ func TestTerms(t *testing.T) {
 // names writes numbers with a unit.
 func names(of []float64, unit string) (out []string) {
 	for _, x := range of {
-		out = append(out, strconv.FormatFloat(x, 'f', -1, 64)+unit)
+		text := strconv.FormatFloat(x, 'f', -1, 64)
+		if x >= 1000 {
+			text = text[:len(text)-3] + "," + text[len(text)-3:]
+		}
+		out = append(out, text+unit)
 	}
 	return out
 }
@@ -114,7 +118,7 @@ func allTerms() []term {
 			t.batch(c, &b)
 			return b.prompt.delayed(&t, b.answers)
 		}},
-		{"share", []string{"share of the time for prompts", "0 answers run", "32", "128"}, names(shares, ""), func(i, j int) float64 {
+		{"share", []string{"share of the time for prompts", "0 other answers run", "32", "128"}, names(shares, ""), func(i, j int) float64 {
 			t, c := termsOf(1000, kvstate.Utilisation{}, 8), candidate()
 			c.Share = shares[i]
 			return 1000 * t.tokenTime(c, t.step(c, []float64{0, 32, 128}[j], 2000*[]float64{1, 33, 129}[j]))
@@ -140,7 +144,7 @@ func allTerms() []term {
 			c.Loads[j] = int32(tokens[i+1] / t.perBlock)
 			return t.load(c)
 		}},
-		{"evicts", []string{"tokens that need room", "back with .1, then .5, then .9", "all with .9"}, names(needs, ""), func(i, j int) float64 {
+		{"evicts", []string{"tokens that need room", "which come back with probability .1, .5, .9", "all with .9"}, names(needs, ""), func(i, j int) float64 {
 			t, c := termsOf(needs[i], kvstate.Utilisation{}, 8), candidate()
 			c.Memory = &residency.Memory{Tokens: 1e6, Free: 1e5}
 			for n, back := range [][]float64{{.1, .5, .9}, {.9, .9, .9}}[j] {

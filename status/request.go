@@ -148,8 +148,12 @@ func printWay(w io.Writer, t *telemetry.Trace) {
 	if t.CachedTokens >= 0 {
 		prompt = fmt.Sprintf("Prompt: %d tokens, %d of them cached at prefill.", t.PromptTokens, t.CachedTokens)
 	}
-	fmt.Fprint(w, prompt, " Took: ")
-	printTimes(w, t)
+	if t.PrefillTime+t.FirstByte+t.DecodeTime == 0 {
+		fmt.Fprintln(w, prompt)
+	} else {
+		fmt.Fprint(w, prompt, " Took: ")
+		printTimes(w, t)
+	}
 	fmt.Fprint(w, words.Used(t.Used, t.ExpectedFirst))
 }
 

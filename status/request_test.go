@@ -117,6 +117,7 @@ The prices of the last plan, as they were then. --output json has their parts.
 		"The first token was expected after 135 ms. When it came is not known: headers may come before it.": func(r *telemetry.Trace) {
 			r.PrefillTime = 0
 		},
+		"cached at prefill.\n": func(r *telemetry.Trace) { r.PrefillTime, r.FirstByte, r.DecodeTime = 0, 0, 0 },
 		"Took: prefill of a former plan 120 ms, headers of the answer after": func(*telemetry.Trace) {},
 		"Took: prefill failed after 120 ms, headers of the answer after": func(r *telemetry.Trace) {
 			r.Prefill, r.Decode, r.Route, r.Failed = "p1:1", "", "split", []telemetry.FailedHop{{Hop: "prefill", Endpoint: "p1:1"}}

@@ -51,8 +51,8 @@ func TestRoles(t *testing.T) {
 	s := status(f, 0)
 	var text bytes.Buffer
 	Print(&text, &s)
-	require.Contains(t, text.String(), "warning  chat: the pool is short by 2: 1 + 3 would serve this. (docs/howto/autoscale.md)\n")
-	require.Contains(t, text.String(), "pool chat (*), prefix index 0 blocks, the pool is short by 2: 1 + 3 would serve this\n")
+	require.Contains(t, text.String(), "warning  chat: the pool is short by 2: 1 for prefill and 3 for decode would serve this. (docs/howto/autoscale.md)\n")
+	require.Contains(t, text.String(), "pool chat (*), prefix index 0 blocks, the pool is short by 2: 1 for prefill and 3 for decode would serve this\n")
 	require.Regexp(t, `  a +both, now prefill .*  prefill for 3m\d+s: it was new\n`, text.String())
 	require.Regexp(t, `  b +both, now decode .*  decode for 1\ds: answers need the others: `, text.String())
 	require.NotContains(t, text.String(), "\x1b")
@@ -81,6 +81,6 @@ func TestRoles(t *testing.T) {
 	parts[0].Pools[0].Advice.WantedDecode, parts[0].Pools[0].Advice.WantedPrefill = 0, 0
 	parts[1].Pools[0].Endpoints[1].Now = &late
 	merged := merge(answers{reports: parts}, now, &Wanted{N: shownRecent})
-	require.Equal(t, "the pool is short by 2: 1 + 3 would serve this", merged.Pools[0].Wanted)
+	require.Equal(t, "the pool is short by 2: 1 for prefill and 3 for decode would serve this", merged.Pools[0].Wanted)
 	require.Equal(t, &late, merged.Pools[0].Endpoints[1].Now)
 }

@@ -201,12 +201,12 @@ func (a *Advice) Sentence() (s string, short bool) {
 	case decode > 0:
 		who = fmt.Sprintf("decode is short by %d: ", decode)
 	case !a.Either && a.WantedPrefill > 0 && a.Prefill > 0 && a.Prefill != a.Prefills:
-		s = fmt.Sprintf(", and %d + %d of those that are there would be faster", a.Prefill, a.Decode)
+		s = fmt.Sprintf(", and %d and %d of those that are there would be faster", a.Prefill, a.Decode)
 	case prefill == 0 && decode == 0:
 		return "", false
 	}
 	if a.WantedPrefill == 0 {
 		return fmt.Sprintf("%s%d would serve this", who, a.WantedDecode), who != ""
 	}
-	return fmt.Sprintf("%s%d + %d would serve this%s", who, a.WantedPrefill, a.WantedDecode, s), who != ""
+	return fmt.Sprintf("%s%d for prefill and %d for decode would serve this%s", who, a.WantedPrefill, a.WantedDecode, s), who != ""
 }

@@ -209,17 +209,17 @@ func TestSentence(t *testing.T) {
 		{a: Advice{Engines: have(4, 4)}}, // not known yet
 		{a: Advice{Engines: have(4, 4), WantedPrefill: 4, WantedDecode: 4, Prefill: 4}},
 		{a: Advice{Engines: either, WantedPrefill: 3, WantedDecode: 4}},
-		{Advice{Engines: have(4, 3), WantedPrefill: 3, WantedDecode: 5}, "decode is short by 2: 3 + 5 would serve this", true},
-		{Advice{Engines: have(2, 5), WantedPrefill: 3, WantedDecode: 5}, "prefill is short by 1: 3 + 5 would serve this", true},
+		{Advice{Engines: have(4, 3), WantedPrefill: 3, WantedDecode: 5}, "decode is short by 2: 3 for prefill and 5 for decode would serve this", true},
+		{Advice{Engines: have(2, 5), WantedPrefill: 3, WantedDecode: 5}, "prefill is short by 1: 3 for prefill and 5 for decode would serve this", true},
 		{Advice{Engines: have(1, 1), WantedPrefill: 3, WantedDecode: 2},
-			"prefill is short by 2 and decode by 1: 3 + 2 would serve this", true},
-		{Advice{Engines: either, WantedPrefill: 3, WantedDecode: 5}, "the pool is short by 1: 3 + 5 would serve this", true},
+			"prefill is short by 2 and decode by 1: 3 for prefill and 2 for decode would serve this", true},
+		{Advice{Engines: either, WantedPrefill: 3, WantedDecode: 5}, "the pool is short by 1: 3 for prefill and 5 for decode would serve this", true},
 		{Advice{Engines: have(0, 3), WantedDecode: 5}, "the pool is short by 2: 5 would serve this", true},
 		{Advice{Engines: have(0, 3), WantedDecode: 2}, "2 would serve this", false},
-		{Advice{Engines: either, WantedPrefill: 1, WantedDecode: 1}, "1 + 1 would serve this", false},
-		{Advice{Engines: have(4, 4), WantedPrefill: 2, WantedDecode: 4, Prefill: 4, Decode: 4}, "2 + 4 would serve this", false},
+		{Advice{Engines: either, WantedPrefill: 1, WantedDecode: 1}, "1 for prefill and 1 for decode would serve this", false},
+		{Advice{Engines: have(4, 4), WantedPrefill: 2, WantedDecode: 4, Prefill: 4, Decode: 4}, "2 for prefill and 4 for decode would serve this", false},
 		{Advice{Engines: have(4, 4), WantedPrefill: 2, WantedDecode: 4, Prefill: 3, Decode: 5},
-			"2 + 4 would serve this, and 3 + 5 of those that are there would be faster", false},
+			"2 for prefill and 4 for decode would serve this, and 3 and 5 of those that are there would be faster", false},
 	} {
 		got, short := c.a.Sentence()
 		require.Equal(t, c.want, got)

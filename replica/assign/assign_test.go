@@ -98,7 +98,7 @@ func TestAlone(t *testing.T) {
 		got = a.Advice()["chat"]
 		require.Equal(t, []int{1, 4}, []int{got.WantedPrefill, got.WantedDecode}, "%+v", got)
 		sentence, short := got.Sentence()
-		require.Equal(t, "the pool is short by 1: 1 + 4 would serve this", sentence)
+		require.Equal(t, "the pool is short by 1: 1 for prefill and 4 for decode would serve this", sentence)
 		require.True(t, short)
 
 		rec := httptest.NewRecorder()

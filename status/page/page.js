@@ -134,8 +134,9 @@ function chart(c, data) {
     svg('text', { x: left - 5, y: y(v) + 4, 'text-anchor': 'end' }, v === 0 ? '0' : (c.unit === about ? ms : c.unit)(v)));
   const every = [10, 30, 60, 120, 300, 600, 900].find(s => (t1 - t0) / s <= 4.5) || 900;
   for (let t = Math.ceil(t0 / every) * every; n && t <= t1; t += every) {
-    const middle = Math.min(Math.max(x(t), left + 14), w - right - (every < 60 ? 24 : 16));
-    picture.append(svg('line', { class: 'axis', x1: x(t), x2: x(t), y1: h - bottom, y2: h - bottom + 3 }), svg('text', { x: middle, y: h - 4, 'text-anchor': 'middle' }, clock(t, every < 60)));
+    const text = clock(t, every < 60), half = 3.2 * text.length;   // of its width
+    const middle = Math.min(Math.max(x(t), half), w - half);
+    picture.append(svg('line', { class: 'axis', x1: x(t), x2: x(t), y1: h - bottom, y2: h - bottom + 3 }), svg('text', { x: middle, y: h - 4, 'text-anchor': 'middle' }, text));
   }
   const apart = 2.5 * (spanShown() === 'hour' ? 10 : 1);   // seconds without a point: the page was not shown
   values.forEach((line, i) => {
@@ -302,7 +303,7 @@ function pools(all) {
         load(p, e, css), e.running < 0 ? '–' : count(e.running) + ' + ' + (e.waiting < 0 ? '–' : count(e.waiting)),
         e.requests ? `${count(e.requests)}, ${count(e.prompt_tokens)} tokens` : '0',
         e.kv_usage < 0 ? '–' : bar(e.kv_usage, percent(e.kv_usage), e.kv_usage >= 0.95 ? 'c-bad' : css), count(e.hops) + (e.hit_share < 0 ? '' : `, ${percent(e.hit_share)} cached`),
-        e.output_tokens_per_second < 0 ? '–' : count(e.output_tokens_per_second) + ' tokens/s', pace(p, e), slowness(e)] };
+        e.output_tokens_per_second < 0 ? '–' : count(e.output_tokens_per_second) + '\u00a0tokens/s', pace(p, e), slowness(e)] };
     });
     return el('div', {}, el('h3', {}, p.name + ' ', el('small', {}, `${p.models.join(', ')} · prefix index ${count(p.index_blocks)} blocks`
       + (p.endpoints.some(e => e.role === 'prefill') ? ` · prefill ${percent(p.prefill_busy)} busy in the last minute` : '') + (p.wanted ? ' · ' + p.wanted : '')

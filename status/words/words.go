@@ -39,7 +39,7 @@ func Millis(v float64) string {
 	case v >= 0.1:
 		return fmt.Sprintf("%.1f ms", v)
 	}
-	return fmt.Sprintf("%.0f us", v*1000)
+	return fmt.Sprintf("%.0f µs", v*1000)
 }
 
 // About formats a time that was interpolated in a bucket a quarter wide.
