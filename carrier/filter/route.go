@@ -147,12 +147,11 @@ func (f *Filter) asItCame() {
 	}
 }
 
-// addValue adds a value of a header to headers, without those that this filter sets or takes away.
+// addValue adds a value of a header to headers, without those that stay for the next attempt: the length of the body as
+// it was sent on, and what attempts tell each other. [Filter.sendOn] sets all others again.
 func addValue(headers map[string]string, name, value []byte) {
 	switch s := string(name); {
-	case s == "content-length", s == "accept-encoding", s == names.HeaderRequestID, s == names.HeaderRank,
-		s == names.HeaderPerTry, s == names.HeaderExplain, s == names.HeaderTraceparent, s == names.HeaderTracestate,
-		steers(s):
+	case s == "content-length", s == names.HeaderExplain, steers(s):
 	case headers[s] != "": // several values are a list
 		headers[s] += "," + string(value)
 	default:
