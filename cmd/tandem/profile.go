@@ -264,14 +264,11 @@ func (m *measuring) transfer(ctx context.Context, tokens int) (answered, error) 
 	if err != nil {
 		return nil, err
 	}
-	var r openai.Request
-	var edits openai.Patch
-	if err := r.Scan(openai.Completions, body, openai.Limits{}); err != nil {
+	prefill, err := m.dialect.PrefillBody(body, &pair)
+	if err != nil {
 		return nil, err
 	}
-	edits.Reset(&r)
-	m.dialect.Prefill(&r, &edits, &pair)
-	resp, err := m.post(ctx, m.engine, edits.Edits().Apply(nil, body), pair.RequestID) //nolint:bodyclose // ReadAll closes it
+	resp, err := m.post(ctx, m.engine, prefill, pair.RequestID) //nolint:bodyclose // ReadAll closes it
 	if err != nil {
 		return nil, err
 	}
@@ -286,8 +283,7 @@ func (m *measuring) transfer(ctx context.Context, tokens int) (answered, error) 
 	if answer.Params == nil {
 		return nil, errors.New("the engine keeps no KV for another one: is it a prefill engine of this dialect?")
 	}
-	fetches := append(m.dialect.DecodeMember([]byte("{"), answer.Params), ',')
-	first, err := m.answer(ctx, m.decode, append(fetches, body[1:]...), pair.RequestID)
+	first, err := m.answer(ctx, m.decode, m.dialect.DecodeBody(body, answer.Params), pair.RequestID)
 	if err != nil {
 		return nil, err
 	}

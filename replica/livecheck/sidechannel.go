@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"net"
 	"net/http"
-	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -25,9 +24,8 @@ const legTime = 30 * time.Second
 
 // handedOver is the KV of a short prompt that an engine keeps for a decode engine, until its lease ends.
 type handedOver struct {
-	id     string // X-Request-Id of both legs
-	body   []byte // of the request, without kv_transfer_params
-	member []byte // kv_transfer_params of the decode leg: the beginning of a JSON object
+	id   string // X-Request-Id of both legs
+	body []byte // of the decode leg
 }
 
 // checkSideChannel has vLLM's NIXL connector compute a short prompt for a decode engine, as requests do, and looks
@@ -43,13 +41,23 @@ func (a *engineAnswer) checkSideChannel(
 		return
 	}
 	kept := &handedOver{id: "tandem-check-" + rand.Text()}
-	answer, err := kept.prefill(ctx, client, engine, a.info.Models[0])
+	pair := &kvtransfer.Pair{RequestID: kept.id,
+		Prefill: kvtransfer.Side{Addr: e.GetAddress(), Transfer: config.TransferOf(e)}}
+	body, err := json.Marshal(map[string]any{
+		"model": a.info.Models[0], "prompt": strings.Repeat("Is the side channel open? ", 8), "max_tokens": 1, "stream": false,
+	})
+	var prefill, answer []byte
+	if err == nil {
+		prefill, err = d.PrefillBody(body, pair)
+	}
+	if err == nil {
+		answer, err = kept.post(ctx, client, engine, prefill)
+	}
 	if err != nil {
 		a.warn(at+".address", "a prompt of one token did not show the side channel: %v", err)
 		return
 	}
-	read, err := d.ReadAnswer(answer, &kvtransfer.Pair{
-		Prefill: kvtransfer.Side{Addr: e.GetAddress(), Transfer: config.TransferOf(e)}})
+	read, err := d.ReadAnswer(answer, pair)
 	switch {
 	case err != nil:
 		a.report(at+".address", "what the engine says of the KV that it keeps is not understood: %v", err)
@@ -64,7 +72,7 @@ func (a *engineAnswer) checkSideChannel(
 		return
 	}
 	a.note("side channel", true)
-	kept.member = d.DecodeMember([]byte("{"), read.Params)
+	kept.body = d.DecodeBody(body, read.Params)
 	a.kept = kept
 	var where struct {
 		Host string `json:"remote_host"`
@@ -83,27 +91,13 @@ func (a *engineAnswer) checkSideChannel(
 	_ = conn.Close()
 }
 
-// prefill sends the prefill leg of a short prompt, and returns the engine's answer.
-func (h *handedOver) prefill(
-	ctx context.Context, client *enginehttp.Client, engine *kvstate.Endpoint, model string,
-) (answer []byte, err error) {
-	h.body, err = json.Marshal(map[string]any{
-		"model": model, "prompt": strings.Repeat("Is the side channel open? ", 8), "max_tokens": 1, "stream": false,
-	})
-	if err != nil {
-		return nil, fmt.Errorf("writing a prompt: %w", err)
-	}
-	return h.post(ctx, client, engine,
-		[]byte(`{"kv_transfer_params":{"do_remote_decode":true,"do_remote_prefill":false}`))
-}
-
-// post sends a leg of the request, whose members follow those of member.
+// post sends a leg of the request.
 func (h *handedOver) post(
-	ctx context.Context, client *enginehttp.Client, engine *kvstate.Endpoint, member []byte,
+	ctx context.Context, client *enginehttp.Client, engine *kvstate.Endpoint, body []byte,
 ) ([]byte, error) {
 	ctx, stop := context.WithTimeout(ctx, legTime)
 	defer stop()
-	body, id := slices.Concat(member, []byte(","), h.body[1:]), http.Header{"X-Request-Id": {h.id}}
+	id := http.Header{"X-Request-Id": {h.id}}
 	resp, err := client.Post(ctx, engine, "/v1/completions", body, id) //nolint:bodyclose // ReadAll does
 	if err != nil {
 		return nil, err //nolint:wrapcheck // it names the engine
@@ -134,7 +128,7 @@ func fetch(
 			len(a.findings) > 0 {
 			continue
 		}
-		if _, err := prefill.kept.post(ctx, client, endpointOf(p, e), prefill.kept.member); err != nil {
+		if _, err := prefill.kept.post(ctx, client, endpointOf(p, e), prefill.kept.body); err != nil {
 			a.report(fmt.Sprintf("%s[%d].address", path, i), "the engine did not answer a prompt whose KV %s keeps "+
 				"for it: %v; the reason is in its log", p.GetEndpoints()[j].GetAddress(), err)
 		}
