@@ -521,8 +521,8 @@ func besideRows(t *testing.T) (out []string) {
 		return text
 	}
 	row("CPU of "+versions, share(func(s string) bool { return strings.HasSuffix(s, "-router") && s[0] != 'e' || s == "smg" })+
-		" of ours; behind an Envoy "+share(func(s string) bool { return strings.HasPrefix(s, "envoy+") }), "bench-peers")
-	row("CPU of llm-d: Envoy, picker and sidecar", share(func(s string) bool { return s == "llm-d" })+" of ours", "bench-peers")
+		" times ours; behind an Envoy "+share(func(s string) bool { return strings.HasPrefix(s, "envoy+") })+" times", "bench-peers")
+	row("CPU of llm-d: Envoy, picker and sidecar", share(func(s string) bool { return s == "llm-d" })+" times ours", "bench-peers")
 	others := func(lines []measured, value func(*measured) string) string {
 		var texts []string
 		for _, p := range peers {
