@@ -184,8 +184,12 @@ var prices = []plot{
 	{file: "returns.svg", title: "Conversations that wait (returns)", unit: "seconds, by the time to compute the prompt"},
 }
 
-// drawPrices draws the terms of the price, and returns the files.
-func drawPrices(t *testing.T) (files []string) {
+// agents has the plot of decision.md's table of coding agents.
+var agents = plot{file: "plots/agents.svg", title: "Good turns of coding agents", unit: "in an hour; higher is better",
+	labels: []string{"policy"}, bars: []bar{{"96 sessions", "96", ""}, {"128 sessions", "128", ""}}}
+
+// drawDecision draws the pictures of decision.md, and returns the files.
+func drawDecision(t *testing.T) (files []string) {
 	t.Helper()
 	page := read(t, "decision.md")
 	for _, p := range prices {
@@ -202,7 +206,10 @@ func drawPrices(t *testing.T) (files []string) {
 		keep(t, file, p.draw(t, rows))
 		files = append(files, file)
 	}
-	return files
+	table, _, shown := strings.Cut(page, "\n\n![Bars: good turns an hour")
+	require.True(t, shown)
+	keep(t, agents.file, agents.draw(t, cells(t, table[strings.LastIndex(table, "\n\n")+2:])))
+	return append(files, agents.file)
 }
 
 // keep holds a file to its plot, or writes it.
@@ -242,7 +249,7 @@ func TestPlots(t *testing.T) {
 		})
 		keep(t, file, p.draw(t, table))
 	}
-	files = append(files, drawPrices(t)...)
+	files = append(files, drawDecision(t)...)
 	there, err := filepath.Glob("plots/*")
 	require.NoError(t, err)
 	require.ElementsMatch(t, files, there)

@@ -143,7 +143,7 @@ func RunClosed(ctx context.Context, name string, c Config, o Closed) (*ClosedRes
 // newPolicy returns the policy of that name, or an oracle.
 func (p *player) newPolicy(name string) (policy, error) {
 	if slices.Contains(Oracles(), name) {
-		return newOracle(p.fleet, name), nil
+		return newOracle(p.fleet, name, p.plan.HostTokens), nil
 	}
 	return newPolicy(name, p.fleet, p.config)
 }

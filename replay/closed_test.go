@@ -58,6 +58,20 @@ func TestComputedAgain(t *testing.T) {
 	require.InDelta(t, elsewhere.All, elsewhere.Evicted+elsewhere.Elsewhere+elsewhere.Preempted, 1e-9)
 }
 
+// Pooled memory is the engines' KV memory, or their host memory if that is larger: it has copies of the KV.
+func TestPooledMemory(t *testing.T) {
+	o := Closed{Active: 6, Warm: 100, Measured: 3600, Drain: 100, HostRate: 1e6}
+	for _, x := range []struct {
+		host  float64
+		again bool
+	}{{0, true}, {4000, true}, {80_000, false}} {
+		o.HostTokens = x.host
+		for _, policy := range []string{"lru", "belady"} {
+			require.Equal(t, x.again, closed(t, threeTurns, policy, 2, 8000, o).Again.Evicted > 0, "%s, %v", policy, x.host)
+		}
+	}
+}
+
 // Each turn that is not good has one cause: what was evicted, where memory is short, what another engine has, where a
 // policy is blind to KV, and others before it, where sessions ask for more than engines compute.
 func TestMisses(t *testing.T) {

@@ -11,7 +11,8 @@ import (
 // Oracles returns names that [RunClosed] takes beside those of policies, which say what limits all of them:
 //
 //	idle     every turn as an idle engine serves it that has all KV of its session
-//	lru      no queues either, but one KV memory of the fleet's size, which discards what was used last
+//	lru      no queues either, but one KV memory of the fleet's size (or that of its host memory, which has copies),
+//	         which discards what was not used for longest
 //	belady   the same, but it knows the future: it discards what is needed last
 func Oracles() []string { return []string{"idle", "lru", "belady"} }
 
@@ -32,9 +33,9 @@ type remembered struct {
 	used, next float64 // when its last answer ended, and when it asks again
 }
 
-func newOracle(f *fleet, name string) *oracle {
+func newOracle(f *fleet, name string, host float64) *oracle {
 	o := &oracle{fleet: f, of: map[*playing]*remembered{}}
-	if kv := f.model.KVTokens; name != "idle" && !math.IsInf(kv, 1) {
+	if kv := max(f.model.KVTokens, host); name != "idle" && !math.IsInf(kv, 1) {
 		o.limit = int(kv) * len(f.engines())
 	}
 	if o.discard = func(r *remembered) float64 { return r.used }; name == "belady" {

@@ -44,7 +44,8 @@ func (a *engineAnswer) checkSideChannel(
 	pair := &kvtransfer.Pair{RequestID: kept.id,
 		Prefill: kvtransfer.Side{Addr: e.GetAddress(), Transfer: config.TransferOf(e)}}
 	body, err := json.Marshal(map[string]any{
-		"model": a.info.Models[0], "prompt": strings.Repeat("Is the side channel open? ", 8), "max_tokens": 1, "stream": false,
+		"model": a.info.Models[0], "prompt": strings.Repeat("Is the side channel open? ", 8), "max_tokens": 1,
+		"stream": false,
 	})
 	var prefill, answer []byte
 	if err == nil {
