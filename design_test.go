@@ -64,13 +64,14 @@ func picture(imports map[string][]string) string {
 	slices.Sort(dirs)
 	id := func(dir string) string { return strings.NewReplacer("/", "_", "-", "_").Replace(dir) }
 	var b strings.Builder
-	b.WriteString("flowchart TD\n")
+	// As narrow as can be: the site draws it as wide as a page, and its letters as small as that takes.
+	b.WriteString("%%{init: {\"flowchart\": {\"nodeSpacing\": 8, \"rankSpacing\": 30, \"padding\": 4, \"subGraphTitleMargin\": {\"top\": 2, \"bottom\": 12}}}}%%\nflowchart TD\n")
 	for i, dir := range dirs {
 		top, _, _ := strings.Cut(dir, "/")
 		if i == 0 || !strings.HasPrefix(dirs[i-1]+"/", top+"/") {
 			fmt.Fprintf(&b, "  subgraph %s_room[%s]\n", id(top), top)
 		}
-		fmt.Fprintf(&b, "    %s[%s]\n", id(dir), dir)
+		fmt.Fprintf(&b, "    %s[%s]\n", id(dir), strings.TrimPrefix(dir, top+"/"))
 		if i == len(dirs)-1 || !strings.HasPrefix(dirs[i+1]+"/", top+"/") {
 			b.WriteString("  end\n")
 		}
