@@ -303,6 +303,8 @@ type PoolSpec struct {
 	// StepTokens is how many prompt tokens an engine computes in one step (vLLM: max_num_batched_tokens); 0: 8192.
 	StepTokens int64
 	HandOver   standstill.HandOver
+	// Store: its engines may have KV from a store, which keeps what their own memory has evicted.
+	Store bool
 	// Facts are those that matter for pairs. The engines of a pair must not be known to differ in the facts that are
 	// also in Alike; in the others the operator lets them differ.
 	Facts, Alike FactSet

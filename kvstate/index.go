@@ -1,6 +1,9 @@
 package kvstate
 
-import "tandem/kvstate/prefixindex"
+import (
+	"tandem/kvstate/prefixindex"
+	"tandem/kvstate/residency"
+)
 
 // The prefix index of a pool and the known tokens of its prompts, as decisions use them.
 
@@ -32,6 +35,28 @@ func (p *Pool) noteHits(hashes []uint64, v *View, of func(*prefixindex.Owner) []
 	}
 }
 
+// guessHits sets each candidate's Hit to the number of the prompt's text blocks that it is thought to hold, by what was
+// routed to it and what its memory can have kept since. Where its engine has KV from a store, the memory says nothing:
+// it counts tokens that came from elsewhere (vLLM), although nobody hands KV over in such a pool.
+func (p *Pool) guessHits(hashes []uint64, v *View) {
+	p.noteHits(hashes, v, (*prefixindex.Owner).Routed)
+	deepest := 0
+	for i := range v.Endpoints {
+		deepest = max(deepest, v.Endpoints[i].Hit)
+	}
+	if deepest == 0 {
+		return
+	}
+	last := [2]uint64{hashes[len(hashes)-1], hashes[deepest-1]}
+	p.residents.Limit(last, len(v.Endpoints), func(i int) (*residency.Engine, *int) {
+		c := &v.Endpoints[i]
+		if p.Spec.Store && c.Signals != nil && c.Signals.Transfers.Tokens > 0 {
+			return nil, nil
+		}
+		return &c.Endpoint.state.memory.holds, &c.Hit
+	})
+}
+
 // find returns how many leading blocks of a prompt each candidate holds; none if none holds any.
 func (p *Pool) find(hashes []uint64, v *View, of func(*prefixindex.Owner) []int32) []int32 {
 	if len(hashes) == 0 {
@@ -59,14 +84,19 @@ func (s *State) FindUses(p *Pool, hashes []uint64, v *View) {
 	v.Uses = p.uses.Steps(v.Uses[:0], hashes, s.o.Now())
 }
 
-// DropGuesses resets the hits of endpoints whose engines report their blocks, because the reports are exact. It
-// does so only if the tokens are known of as many leading text blocks as the endpoint was thought to hold. Prompts
-// that were routed there moments ago still count. Call [Pool.TokenHits] next.
+// DropGuesses resets the hits of endpoints whose engines report their blocks, because the reports are exact. Prompts
+// that were routed there moments ago still count. Where the tokens are known of fewer leading text blocks than an
+// endpoint was thought to hold, the guess is put aside for [Pool.TokenHits], which is to be called next.
 func (p *Pool) DropGuesses(text []uint64, known int, v *View) {
 	for i := range v.Endpoints {
-		if c := &v.Endpoints[i]; c.Hit <= known && c.Endpoint.state.blocks.Reported() {
-			c.SetHeld(HeldBlocks{})
+		c := &v.Endpoints[i]
+		if c.guess = 0; !c.Endpoint.state.blocks.Reported() {
+			continue
 		}
+		if c.Hit > known {
+			c.guess = int32(c.Hit)
+		}
+		c.SetHeld(HeldBlocks{})
 	}
 	p.noteHits(text, v, (*prefixindex.Owner).Fresh)
 }
@@ -77,9 +107,13 @@ func (p *Pool) TokenBlockSizes() []int { return p.index.TokenBlockSizes() }
 // TokenHits raises each candidate's Hit to the blocks that its engine has reported. hashes are the prompt's leading
 // token blocks, as far as its tokens are known ([prefixindex.TokenPrompt.Blocks]), of blockSize tokens each. Hit
 // counts text blocks; the prompt has promptTokens tokens in textBlocks of them. Blocks that the engine keeps outside
-// GPU memory are in Loads too.
+// GPU memory are in Loads too. What comes after the known tokens is guessed only where the engine holds all of these:
+// an engine that has discarded the beginning of a prompt has no use for its end.
 func (p *Pool) TokenHits(hashes []uint64, blockSize int, promptTokens int64, textBlocks int, v *View) {
-	if len(hashes) == 0 || promptTokens <= 0 {
+	if len(hashes) == 0 || promptTokens <= 0 { // less than a block is known
+		for i := range v.Endpoints {
+			v.Endpoints[i].Hit = max(v.Endpoints[i].Hit, int(v.Endpoints[i].guess))
+		}
 		return
 	}
 	tokens := int(max(promptTokens, int64(len(hashes)*blockSize)))
@@ -87,6 +121,9 @@ func (p *Pool) TokenHits(hashes []uint64, blockSize int, promptTokens int64, tex
 	for i, depth := range p.find(hashes, v, (*prefixindex.Owner).Reports) {
 		c := &v.Endpoints[i]
 		hit := scaled(depth)
+		if int(depth) == len(hashes) {
+			hit = max(hit, int(c.guess))
+		}
 		if hit < c.Hit-1 { // a prompt that was routed to it moments ago, which it has not reported yet
 			continue
 		}

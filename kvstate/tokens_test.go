@@ -177,6 +177,42 @@ func TestEnginesAreTrusted(t *testing.T) {
 	})
 }
 
+// Where the tokens of a prompt's beginning are known, an engine that does not hold all of it is not thought to hold the
+// rest: conversations whose turns a decode engine answers alone grow beyond what is known, and are evicted later.
+func TestGuessesNeedTheirBeginning(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s, p, f := eventPool(Options{})
+		go s.Run(t.Context())
+		conversation, known, prompt := long(12, 0, 1), long(8, 0, 1), prefixindex.TokenPrompt{IDs: ids(256, 0)}
+		hit := func() int {
+			var v View
+			s.View(p, conversation, &v)
+			tokens := p.KnownTokens(conversation)
+			require.Equal(t, 8, tokens.TextBlocks)
+			p.DropGuesses(conversation, tokens.TextBlocks, &v)
+			p.TokenHits(tokens.Blocks(16), 16, 384, len(conversation), &v)
+			return v.Endpoints[0].Hit
+		}
+		s.Routed(p, p.Endpoints()[0], conversation)
+		s.LearnTokens(p, text(known, 8*512), &prompt)
+		e := prefixindex.BlockEvent{Kind: prefixindex.BlocksStored, Root: prefixindex.TokenRoot("", 16), BlockSize: 16}
+		h := e.Root
+		for i, b := range prompt.Blocks(nil, 16) {
+			e.Keys, e.Blocks = append(e.Keys, uint64(i+100)), append(e.Blocks, unchain(h, b))
+			h = b
+		}
+		f.Apply([]prefixindex.BlockEvent{e})
+		<-time.After(40 * time.Second)
+		require.Equal(t, 12, hit(), "it holds all that is known")
+		f.Apply([]prefixindex.BlockEvent{{Kind: prefixindex.BlocksRemoved, Keys: e.Keys[10:]}})
+		require.Equal(t, 5, hit(), "10 of 24 token blocks are 5 of 12 text blocks")
+		f.Apply([]prefixindex.BlockEvent{{Kind: prefixindex.BlocksRemoved, Keys: e.Keys}})
+		require.Zero(t, hit(), "it has evicted the conversation")
+		s.Routed(p, p.Endpoints()[0], conversation)
+		require.Equal(t, 12, hit(), "it is on its way there")
+	})
+}
+
 // Of what an engine reported, the blocks outside GPU memory count in the hit and as loads. A prompt that was routed to it
 // moments ago will be in GPU memory.
 func TestTokenHitsKnowTiersWithoutAllocation(t *testing.T) {

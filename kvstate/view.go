@@ -32,6 +32,7 @@ type Candidate struct {
 	Requests     int64    // reserved by all replicas, plus external ones ([Signals.External])
 	PromptTokens int64    // of those
 	Hit          int      // leading blocks of the prompt that it holds
+	guess        int32    // Hit by what was routed to it, where the tokens of less are known ([Pool.DropGuesses])
 	Loads        Loads    // those of Hit that it has to load into GPU memory first
 	Session      Role     // the legs of the request's session that it served last
 	Signals      *Signals // the engine's last report; nil: none. Do not modify
@@ -120,7 +121,7 @@ func (s *State) View(p *Pool, hashes []uint64, v *View) {
 			}
 		}
 	}
-	p.noteHits(hashes, v, (*prefixindex.Owner).Routed)
+	p.guessHits(hashes, v)
 	v.Uses = p.uses.Steps(v.Uses[:0], hashes, now)
 }
 
@@ -189,7 +190,7 @@ func (s *State) Hits(p *Pool, hashes []uint64, v *View) {
 	for i := range v.Endpoints {
 		v.Endpoints[i].SetHeld(HeldBlocks{})
 	}
-	p.noteHits(hashes, v, (*prefixindex.Owner).Routed)
+	p.guessHits(hashes, v)
 	s.FindUses(p, hashes, v)
 }
 

@@ -161,7 +161,7 @@ func (r *replica) look(j *job, v *kvstate.View) *picker.Request {
 	r.request.TPOT = r.config.AskTPOT
 	r.request.Waited = r.Now - j.Arrival
 	if r.config.Routed {
-		r.state.Hits(r.pool, j.Blocks, v)
+		r.state.Hits(r.pool, j.whole(), v)
 		return &r.request
 	}
 	if j.hits == nil || r.Now-j.lookedAt > keepHits {

@@ -88,6 +88,8 @@ type Engines struct {
 	// with kv_role kv_both (0.32.0: one engine computes prompts for others beside its own answers, and fetches from
 	// those that fetch from it), and the stores that every engine both reads and writes.
 	EitherLeg bool
+	// They may also have KV from a store, which keeps what their own memory has evicted.
+	Store bool
 	// No real engine has run with it here: the simulator is made from their source (docs/protocols.md).
 	Experimental bool
 }

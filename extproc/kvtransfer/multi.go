@@ -42,7 +42,7 @@ func newMulti(members []string) (multi, error) {
 func multiDialect(o *Options) (Dialect, error) {
 	d, err := newMulti(o.Members)
 	out := Dialect{
-		Name: "multi", Engine: EngineAny, Engines: Engines{VLLM: true},
+		Name: "multi", Engine: EngineAny, Engines: Engines{VLLM: true, Store: true},
 		Reports: Reports{Connectors: []string{"MultiConnector"}, Alike: vllmAlike(), Release: true},
 		Prefill: d.Prefill, ReadAnswer: d.ReadAnswer, DecodeMember: d.DecodeMember,
 	}

@@ -41,7 +41,7 @@ func newOrchestrated(key string, params bool) orchestrated {
 func orchestratedDialect(o *Options) (Dialect, error) {
 	d := newOrchestrated(o.Key, o.Params)
 	return Dialect{
-		Name: "orchestrated", Engine: EngineAny, Engines: Engines{Experimental: true},
+		Name: "orchestrated", Engine: EngineAny, Engines: Engines{Experimental: true, Store: true},
 		APIs:    []openai.API{openai.Chat, openai.Completions},
 		Reports: Reports{Alike: vllmAlike()},
 		Hold:    Hold{Lease: standstill.DefaultLease}, // nothing is known of the engine: it may be vLLM with NIXL

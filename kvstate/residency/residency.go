@@ -47,7 +47,8 @@ type Conversation struct {
 	name    uint64 // that its client gave it; 0: none
 	home    *Engine
 	tokens  float64
-	shared  float64 // of those, at the beginning, that others have too
+	shared  float64 // of those, at the beginning, that others had when it began ...
+	common  uint64  // ... up to this block
 	had     int     // blocks of the prompt that has arrived which earlier ones had; 0: none, or counted
 	running int     // requests that engines have: their end was not reported to this table
 	// When its last answer ended. In the future: it is busy until about then, since it waits, or another replica's
@@ -55,6 +56,7 @@ type Conversation struct {
 	since   float64
 	guessed bool // since was set by a request of another replica
 	left    bool // its client has gone on without it: it will not come back
+	again   bool // it has had more than one prompt
 	places  *place
 
 	older, newer *Conversation // by their last change
@@ -100,9 +102,16 @@ type Engine struct {
 	oldest, newest *place
 	used           float64
 	places         int
+	commons        map[uint64]common // by the last block: what conversations share is in memory once
 	summary        atomic.Pointer[Memory]
 	at             float64 // of the summary
 	outdated, left bool
+}
+
+// common is a beginning that conversations share.
+type common struct {
+	tokens float64
+	places int // with it
 }
 
 // New returns an empty table.
@@ -333,7 +342,9 @@ func (t *Table) find(p *Prompt) *Conversation {
 	}
 	c := t.fresh()
 	c.name = p.Name
-	c.shared = p.Tokens * float64(min(p.Held, len(p.Blocks))) / float64(len(p.Blocks))
+	if held := min(p.Held, len(p.Blocks)); held > 0 {
+		c.shared, c.common = p.Tokens*float64(held)/float64(len(p.Blocks)), p.Blocks[held-1]
+	}
 	if p.Name == 0 {
 		return c
 	}
@@ -410,6 +421,7 @@ func (t *Table) forget(c *Conversation) {
 
 // extend records a conversation's latest prompt.
 func (t *Table) extend(c *Conversation, p *Prompt) {
+	c.again = c.again || c.length > 0
 	t.dropTip(c)
 	c.length = len(p.Blocks)
 	c.tip, c.tokens = p.Blocks[c.length-1], p.Tokens
@@ -440,6 +452,39 @@ func (t *Table) Of(last uint64) *Conversation {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	return t.tips[last]
+}
+
+// Limit lowers the blocks of a prompt that engines are thought to hold, of which n have some, to what their memory can
+// still have of its conversation: what later requests have not displaced. last are the prompt's last block, and the
+// last one that any engine is thought to hold, which is where its conversation's prompt before ended. It changes
+// nothing before a conversation's second prompt, nor for an engine whose memory's size is not known, or that is nil.
+func (t *Table) Limit(last [2]uint64, n int, hit func(i int) (*Engine, *int)) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	c := t.tips[last[0]]
+	if c == nil {
+		c = t.tips[last[1]]
+	} else if !c.again {
+		return // what it is thought to hold is what others had
+	}
+	if c == nil || c.tokens <= 0 {
+		return
+	}
+	blocksEach := float64(c.length) / c.tokens
+	for i := range n {
+		e, blocks := hit(i)
+		if e == nil || *blocks == 0 || e.capacity <= 0 {
+			continue
+		}
+		kept := e.commons[c.common].tokens
+		for p := c.places; p != nil; p = p.also {
+			if p.at == e {
+				kept += p.tokens
+				break
+			}
+		}
+		*blocks = min(*blocks, int(math.Ceil(kept*blocksEach)))
+	}
 }
 
 // Sent records that an engine has got a request of a conversation and will answer it, so that it will hold the whole
@@ -529,10 +574,38 @@ func (t *Table) place(c *Conversation, at *Engine) {
 		at.oldest = p
 	}
 	at.newest = p
-	at.used += p.tokens
+	at.used += p.tokens + at.share(c)
 	at.places++
 	t.placed++
 	t.discard(at)
+}
+
+// share counts a place with a conversation's shared beginning, and returns the tokens that it adds.
+func (e *Engine) share(c *Conversation) float64 {
+	if c.common == 0 {
+		return 0
+	}
+	if e.commons == nil {
+		e.commons = map[uint64]common{}
+	}
+	in := e.commons[c.common]
+	more := 0.0
+	if in.places++; in.places == 1 {
+		in.tokens, more = c.shared, c.shared
+	}
+	e.commons[c.common] = in
+	return more
+}
+
+// unshare reverses share.
+func (e *Engine) unshare(c *Conversation) float64 {
+	in := e.commons[c.common]
+	if in.places--; in.places > 0 {
+		e.commons[c.common] = in
+		return 0
+	}
+	delete(e.commons, c.common)
+	return in.tokens
 }
 
 // remove removes what an engine holds of a conversation.
@@ -554,7 +627,7 @@ func (t *Table) remove(p *place) {
 	} else {
 		at.newest = p.older
 	}
-	if at.used -= p.tokens; at.oldest == nil {
+	if at.used -= p.tokens + at.unshare(p.of); at.oldest == nil {
 		at.used = 0
 	}
 	at.places--

@@ -317,6 +317,10 @@ func (f *fleet) check(t *testing.T, now float64) {
 			used, before, places = used+p.tokens, p, places+1
 		}
 		require.Same(t, before, e.newest)
+		for _, shared := range e.commons {
+			require.Positive(t, shared.places)
+			used += shared.tokens
+		}
 		require.InDelta(t, used, e.used, 1e-6)
 		m := f.memory(i, now)
 		require.InDelta(t, max(20_000-used, 0), m.Free, 1e-6)
@@ -434,6 +438,56 @@ func BenchmarkSweep(b *testing.B) {
 		now++
 		f.Sweep(now, slices.Values(f.engines))
 	}
+}
+
+// limit returns how many blocks of a prompt engines can still have, each of which is thought to hold so many.
+func (f *fleet) limit(blocks []uint64, hits ...int) []int {
+	last := [2]uint64{blocks[len(blocks)-1], blocks[slices.Max(hits)-1]}
+	f.Limit(last, len(hits), func(i int) (*Engine, *int) { return f.engines[i], &hits[i] })
+	return hits
+}
+
+// What an engine's memory has displaced is not thought to be there.
+func TestLimit(t *testing.T) {
+	f := newFleet(3000, 3000, 0)
+	f.turn(0, 1, 20, 0)
+	require.Equal(t, []int{20, 20, 20}, f.limit(prompt(1, 20), 20, 20, 20), "its first prompt: others may have it, too")
+	require.Equal(t, []int{20, 0, 20}, f.limit(prompt(1, 24), 20, 20, 20), "the third engine's memory is of unknown size")
+
+	f.turn(0, 2, 16, 1)
+	require.Equal(t, []int{14}, f.limit(prompt(1, 24), 20), "600 tokens of it are displaced, its end")
+	c := f.arrive(1, 24, 2) // it waits
+	require.Equal(t, []int{14, 0}, f.limit(prompt(1, 24), 20, 20))
+	f.Sent(c, f.engines[0], 3)
+	f.End(c, 0, 1, 4)
+	require.Equal(t, []int{24}, f.limit(prompt(1, 30), 24))
+	require.Equal(t, []int{6}, f.limit(prompt(2, 18), 16))
+	require.Equal(t, []int{9}, f.limit(prompt(3, 18), 9), "nobody knows it")
+}
+
+// What conversations share is in an engine's memory once, and is gone with the last of them.
+func TestSharedOnce(t *testing.T) {
+	f := newFleet(5000)
+	begun := func(name int) []uint64 { return append(prompt(9, 10), prompt(name, 10)...) }
+	at := func(blocks []uint64, now float64) {
+		c := f.ask(blocks, 0, now)
+		f.Sent(c, f.engines[0], now)
+		f.End(c, 0, 1, now)
+	}
+	for i := range 3 { // of 2,000 tokens each, the first thousand shared
+		at(begun(i+1), float64(i))
+	}
+	require.InDelta(t, 5000, f.engines[0].used, 1e-9)
+	require.Equal(t, []int{20}, f.limit(append(begun(1), 1), 20))
+	at(prompt(5, 20), 4)
+	require.Equal(t, []int{0}, f.limit(append(begun(1), 1), 20), "the first of them had it for itself")
+	require.Equal(t, []int{20}, f.limit(append(begun(2), 1), 20))
+	at(prompt(6, 20), 5)
+	require.Equal(t, []int{0}, f.limit(append(begun(2), 1), 20))
+	require.Equal(t, []int{0}, f.limit(append(begun(3), 1), 20))
+	require.Empty(t, f.engines[0].commons)
+	f.Empty(f.engines[0], false)
+	require.Zero(t, f.engines[0].used)
 }
 
 // What is computed again of a conversation is counted by why: nobody holds it, or another engine does.

@@ -62,7 +62,7 @@ type PoolSpec struct {
 // Equal reports whether two pools are configured alike.
 func (p PoolSpec) Equal(o PoolSpec) bool {
 	return p.Spec.Name == o.Spec.Name && p.Spec.KeyFile == o.Spec.KeyFile && p.Spec.HandOver == o.Spec.HandOver &&
-		p.Spec.Facts == o.Spec.Facts && p.Spec.Alike == o.Spec.Alike &&
+		p.Spec.Facts == o.Spec.Facts && p.Spec.Alike == o.Spec.Alike && p.Spec.Store == o.Spec.Store &&
 		slices.Equal(p.Spec.Models, o.Spec.Models) && slices.Equal(p.Endpoints, o.Endpoints)
 }
 
@@ -71,7 +71,7 @@ func Spec(p *configv1.Pool) kvstate.PoolSpec {
 	d := DialectOf(p)
 	partners := d.Concurrent != nil || d.Push != nil || p.GetHandoff() != "envoy"
 	return kvstate.PoolSpec{Name: p.GetName(), Models: p.GetModels(), KeyFile: p.GetApiKeyFile(), Facts: d.Alike(),
-		Alike: Alike(p),
+		Alike: Alike(p), Store: d.Name == "" || d.Engines.Store,
 		HandOver: standstill.HandOver{Lease: d.Lease, Final: d.Final, Partners: partners,
 			KeepsAnswers: p.GetNixl().GetDeclineExpired()}}
 }
