@@ -35,11 +35,12 @@ func (p *Pool) noteHits(hashes []uint64, v *View, of func(*prefixindex.Owner) []
 	}
 }
 
-// guessHits sets each candidate's Hit to the number of the prompt's text blocks that it is thought to hold, by what was
-// routed to it and what its memory can have kept since. Where its engine has KV from a store, the memory says nothing:
-// it counts tokens that came from elsewhere (vLLM), although nobody hands KV over in such a pool.
-func (p *Pool) guessHits(hashes []uint64, v *View) {
-	p.noteHits(hashes, v, (*prefixindex.Owner).Routed)
+// guessHits raises each candidate's Hit to the number of the prompt's text blocks that it is thought to hold, by what
+// was routed to it, ever or moments ago, and by what its memory can have kept since. Where its engine has KV from a
+// store, the memory says nothing: it counts tokens that came from elsewhere (vLLM), although nobody hands KV over in
+// such a pool.
+func (p *Pool) guessHits(hashes []uint64, v *View, of func(*prefixindex.Owner) []int32) {
+	p.noteHits(hashes, v, of)
 	deepest := 0
 	for i := range v.Endpoints {
 		deepest = max(deepest, v.Endpoints[i].Hit)
@@ -98,7 +99,7 @@ func (p *Pool) DropGuesses(text []uint64, known int, v *View) {
 		}
 		c.SetHeld(HeldBlocks{})
 	}
-	p.noteHits(text, v, (*prefixindex.Owner).Fresh)
+	p.guessHits(text, v, (*prefixindex.Owner).Fresh)
 }
 
 // TokenBlockSizes returns the block sizes of the engines whose KV events the pool receives.

@@ -121,7 +121,7 @@ func (s *State) View(p *Pool, hashes []uint64, v *View) {
 			}
 		}
 	}
-	p.guessHits(hashes, v)
+	p.guessHits(hashes, v, (*prefixindex.Owner).Routed)
 	v.Uses = p.uses.Steps(v.Uses[:0], hashes, now)
 }
 
@@ -190,7 +190,7 @@ func (s *State) Hits(p *Pool, hashes []uint64, v *View) {
 	for i := range v.Endpoints {
 		v.Endpoints[i].SetHeld(HeldBlocks{})
 	}
-	p.guessHits(hashes, v)
+	p.guessHits(hashes, v, (*prefixindex.Owner).Routed)
 	s.FindUses(p, hashes, v)
 }
 
