@@ -64,6 +64,40 @@ func TestMemoryFollowsReservations(t *testing.T) {
 	})
 }
 
+// Conversations that came later displace what was routed to an engine, unless it has KV from a store: then its own memory
+// says nothing of what it finds.
+func TestHitsAreWhatMemoryKeeps(t *testing.T) {
+	for _, store := range []bool{false, true} {
+		synctest.Test(t, func(t *testing.T) {
+			s, p, e := oneEngine(t, 10_000)
+			spec := p.Spec
+			spec.Store = store
+			s.SetPool(spec, []EndpointSpec{e.EndpointSpec})
+			p = s.Pool("p")
+			turn := func(prompt []uint64) {
+				time.Sleep(30 * time.Second) // so that it was not routed moments ago
+				s.Bookings.Release(ask(s, p, e, prompt, int64(len(prompt)*500)))
+			}
+			hit := func(prompt []uint64) int {
+				var v View
+				s.View(p, prompt, &v)
+				return v.Endpoints[0].Hit
+			}
+			first, second := long(10, 0, 1), long(16, 0, 2)
+			turn(first)
+			require.Equal(t, 10, hit(append(first, 77)))
+			turn(second)
+			require.InDelta(t, 3, hit(append(first, 77)), 1, "8,000 of the memory's 10,000 tokens are the other's")
+			require.Equal(t, 16, hit(append(second, 77)))
+
+			g := UnknownSignals()
+			g.At, g.ScrapedAt, g.Transfers.Tokens = time.Now(), time.Now(), 5
+			s.Observe(e, g)
+			require.Equal(t, store, hit(append(first, 77)) == 10)
+		})
+	}
+}
+
 // A request that no engine gets, or whose P has it and whose D will not, leaves its conversation idle at once.
 func TestRequestsThatNobodyAnswers(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
