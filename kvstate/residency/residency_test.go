@@ -427,6 +427,28 @@ func BenchmarkNew(b *testing.B) {
 	}
 }
 
+// A prompt of which all engines hold what it shares with others, and one all of it.
+func BenchmarkLimit(b *testing.B) {
+	f := newFleet(slices.Repeat([]float64{1e6}, 1024)...)
+	begun := func(name int) []uint64 { return append(prompt(9, 10), prompt(name, 10)...) }
+	for i := range 2048 {
+		c := f.ask(begun(i+10), 0, float64(i))
+		f.Sent(c, f.engines[i%1024], float64(i))
+		f.End(c, 0, 1, float64(i))
+	}
+	next := append(begun(50), 7)
+	hits := make([]int, 1024)
+	b.ReportAllocs()
+	for b.Loop() {
+		for i := range hits {
+			hits[i] = 10
+		}
+		hits[40] = 20
+		f.Limit([2]uint64{7, next[19]}, len(hits), func(i int) (*Engine, *int) { return f.engines[i], &hits[i] })
+	}
+	require.Equal(b, 10, hits[3])
+}
+
 func BenchmarkSweep(b *testing.B) {
 	f := newFleet(1e6, 1e6, 1e6, 1e6, 1e6, 1e6, 1e6, 1e6)
 	for i := range 8000 {
