@@ -53,13 +53,7 @@ func (c *benchCommand) matches(all map[string][]string, name *regexp.Regexp) boo
 // benchCommands returns the commands with -bench of all pages and of the Makefile.
 func benchCommands(t *testing.T) (found []benchCommand) {
 	t.Helper()
-	pages := []string{"../README.md", "../CONTRIBUTING.md"}
-	for _, pattern := range []string{"../docs/*.md", "../docs/*/*.md"} {
-		more, err := filepath.Glob(pattern)
-		require.NoError(t, err)
-		pages = append(pages, more...)
-	}
-	for _, page := range pages {
+	for _, page := range documentedPages(t) {
 		for _, line := range documented(t, page) {
 			for part := range strings.SplitSeq(line, "; ") {
 				found = appendBench(found, page, part)

@@ -206,16 +206,22 @@ func documented(t *testing.T, page string) (out []string) {
 	return out
 }
 
-func TestDocumentedCommands(t *testing.T) {
-	t.Parallel()
-	found := map[string]string{}
+// documentedPages returns all pages that may have commands.
+func documentedPages(t *testing.T) []string {
+	t.Helper()
 	pages := []string{"../README.md", "../CONTRIBUTING.md"}
 	for _, pattern := range []string{"../docs/*.md", "../docs/*/*.md"} {
 		more, err := filepath.Glob(pattern)
 		require.NoError(t, err)
 		pages = append(pages, more...)
 	}
-	for _, page := range pages {
+	return pages
+}
+
+func TestDocumentedCommands(t *testing.T) {
+	t.Parallel()
+	found := map[string]string{}
+	for _, page := range documentedPages(t) {
 		for _, command := range documented(t, page) {
 			if pasted[page] && !regexp.MustCompile(`^(make|kubectl|helm) `).MatchString(command) {
 				continue
@@ -261,19 +267,19 @@ func TestDocumentedCommands(t *testing.T) {
 	for _, command := range documentedRun {
 		require.Contains(t, found, command, "no page has it any more")
 	}
-	checkInline(t, pages)
+	checkInline(t)
 	runDocumented(t)
 }
 
 // checkInline holds commands of Tandem within running text to what there is: each command, and each of its flags.
-func checkInline(t *testing.T, pages []string) {
+func checkInline(t *testing.T) {
 	t.Helper()
 	bin, err := binaries()
 	require.NoError(t, err)
 	spans := []string{"decide", "encode", "prefill", "hand", "decode", "replan", "answer"} // names of spans begin so
 	help := map[string]string{}
 	n := 0
-	for _, page := range pages {
+	for _, page := range documentedPages(t) {
 		text, err := os.ReadFile(page)
 		require.NoError(t, err)
 		if strings.Contains(page, "/adr/") || strings.HasSuffix(page, "CHANGELOG.md") {
