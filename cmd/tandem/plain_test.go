@@ -85,3 +85,11 @@ func TestAnswersAreShownPlain(t *testing.T) {
 		}
 	}
 }
+
+// Lines of tables end where the terminal does, whatever their colour; notices wrap.
+func TestRowsAreCut(t *testing.T) {
+	text := "warning  a long notice\n  status  at\n  200     03:33\n\x1b[31m  503     03:34\x1b[0m\n  ünïcödé  x\n"
+	require.Equal(t, "warning  a long notice\n  status \n  200    \n\x1b[31m  503    \x1b[0m\n  ünïcödé\n", cutRows(text, 9))
+	require.Equal(t, text, cutRows(text, 80))
+	require.Equal(t, text, cutRows(text, 5000))
+}

@@ -4,10 +4,13 @@ import (
 	"context"
 	"fmt"
 	"io"
+	"os"
+	"regexp"
 	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
+	"golang.org/x/term"
 
 	"tandem/status"
 	"tandem/status/words"
@@ -70,11 +73,25 @@ func watchStatus(ctx context.Context, a *adminClient, stdout io.Writer) error {
 			}
 			fmt.Fprintln(&screen, words.Lines(err.Error())) // it may come back
 		}
-		fmt.Fprint(stdout, "\x1b[H\x1b[2J", screen.String())
+		text := screen.String()
+		if f, ok := stdout.(*os.File); ok {
+			if width, _, err := term.GetSize(int(f.Fd())); err == nil {
+				text = cutRows(text, width)
+			}
+		}
+		fmt.Fprint(stdout, "\x1b[H\x1b[2J", text)
 		select {
 		case <-ctx.Done():
 			return nil
 		case <-tick.C:
 		}
 	}
+}
+
+// cutRows cuts the lines of tables, which begin with two spaces, at the terminal's width: wrapped, their columns would
+// not stand below each other.
+func cutRows(text string, width int) string {
+	const most = 1000 // times that a regular expression can repeat
+	row := fmt.Sprintf(`(?m)^((?:\x1b\[\d+m)?  [^\x1b\n]{%d})[^\x1b\n]+`, min(max(width-2, 0), most))
+	return regexp.MustCompile(row).ReplaceAllString(text, "$1")
 }
