@@ -18,8 +18,9 @@ type Contender struct {
 }
 
 // ParseContender reads the name of a policy or an oracle. tandem/never, tandem/always and tandem/auto say when it
-// splits requests, tandem/roles that it gives engines their roles. A fleet may follow: tandem@2+6 has two engines that
-// prefill and six that decode, tandem@8 eight that serve both legs.
+// splits requests, tandem/roles that it gives engines their roles; tandem-no-events guesses what engines hold by what
+// it sent there, as it does without their KV events. A fleet may follow: tandem@2+6 has two engines that prefill and
+// six that decode, tandem@8 eight that serve both legs.
 func ParseContender(name string) (Contender, error) {
 	out := Contender{Name: name}
 	var set []func(*Config)
@@ -30,6 +31,10 @@ func ParseContender(name string) (Contender, error) {
 			return out, fmt.Errorf("%q: %w", name, err)
 		}
 		set = append(set, of)
+	}
+	if how, ok := strings.CutPrefix(policy, "tandem-no-events"); ok {
+		policy = "tandem" + how
+		set = append(set, func(c *Config) { c.Routed = true })
 	}
 	if how, ok := strings.CutPrefix(policy, "tandem/"); ok {
 		policy = "tandem"

@@ -25,6 +25,7 @@ type loop struct {
 // agentLoops returns the tables of the suite.
 func agentLoops(all []sessions.Session) (out []loop) {
 	usual := append(Oracles(), "tandem/auto@8", "tandem/never@8", "tandem/roles@8", "tandem@4+4", "tandem@2+6",
+		"tandem-no-events/auto@8", "tandem-no-events/never@8", "tandem-no-events@4+4", "tandem-no-events@2+6",
 		"llm-d-in-flight/never@8", "llm-d/never@8", "dynamo/never@8", "thunderagent@8", "autellix@8", "continuum@8",
 		"least-requests/never@8", "dynamo-planner@8")
 	// those that split every prompt, or all but short ones, on the better of 2+6 and 4+4 and on engines that do both

@@ -36,6 +36,7 @@ func TestLoopPrints(t *testing.T) {
 func TestParseContender(t *testing.T) {
 	for name, want := range map[string]string{
 		"tandem/never@8": "", "tandem@2+6": "", "idle": "", "least-requests/never@16": "",
+		"tandem-no-events/auto@8": "", "tandem-no-events@2+6": "",
 		"tandem/sometimes": `"tandem/sometimes": tandem/sometimes is not always, auto, never or roles`,
 		"tandem@2+":        `"tandem@2+": 2+ is not a fleet such as 2+6 or 8`,
 		"tandem@x":         `"tandem@x": x is not a fleet such as 2+6 or 8`,

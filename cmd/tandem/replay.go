@@ -37,7 +37,7 @@ func newReplay() *cobra.Command {
 			"With --sessions it plays sessions, each of whose requests comes after the answer before it:\n" +
 			listed(sessions.Kinds()) + ", or those of a file or folder (kv-cache-tester's, aiperf's, or as\n" +
 			"replay/sessions says). Policies may then be oracles, too (idle, lru, belady), and say how they split and\n" +
-			"on what fleet: tandem/never, tandem/roles, tandem@2+6.\n\nPolicies:\n" + listed(replay.Policies()) + ".\n\n" +
+			"on what fleet: tandem/never, tandem/roles, tandem@2+6; tandem-no-events guesses what engines hold.\n\nPolicies:\n" + listed(replay.Policies()) + ".\n\n" +
 			"With --recording it plays what a fleet was asked, first on that fleet beside what was measured, then on others\n" +
 			"(--what-if, --advise).\n\n" +
 			"Suites play the scenarios of docs/benchmarks.md and print its tables: quick, full, shared (prefixes that\n" +
