@@ -99,8 +99,10 @@ func TestClosedLoops(t *testing.T) {
 			}
 		}
 	}
-	for i, policy := range policies[:2] { // where two copies do not fit, the replay is too kind to pairs, and to who is blind
-		require.InEpsilon(t, measured[i].GoodPerHour, simulated[i].GoodPerHour, .15, policy)
+	for i, policy := range policies {
+		if policy != "tandem/always@4" && !strings.HasPrefix(policy, "least") { // the replay is too kind to these
+			require.InEpsilon(t, measured[i].GoodPerHour, simulated[i].GoodPerHour, .15, policy)
+		}
 	}
 }
 
