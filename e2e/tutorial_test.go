@@ -25,6 +25,9 @@ func TestOneMachineTutorial(t *testing.T) {
 	_, redisPort, _ := strings.Cut(p[11], ":")
 	places = append(places, "%?8101", "%?"+p[0], "6379", redisPort, "--listen", "--side-channel 127.0.0.1:0 --listen",
 		"(cat tandem.yaml;", "cp second.yaml tandem.yaml; (cat shared.yaml;")
+	// A reader writes the configuration while the engines start.
+	places = append(places, "Check it:\n", fmt.Sprintf("Check it:\n    for e in %s; do curl --retry 30 --retry-all-errors "+
+		"--retry-delay 1 -s http://$e/health; done\n", strings.Join(p[:4], " ")))
 	text := strings.NewReplacer(places...).Replace(string(page))
 	dir := t.TempDir()
 	write := func(name, text string) {
