@@ -25,6 +25,7 @@ func TestOneMachineTutorial(t *testing.T) {
 	_, redisPort, _ := strings.Cut(p[11], ":")
 	places = append(places, "%?8101", "%?"+p[0], "6379", redisPort, "--listen", "--side-channel 127.0.0.1:0 --listen",
 		"(cat tandem.yaml;", "cp second.yaml tandem.yaml; (cat shared.yaml;")
+	places = append(places, "do sleep 1; done", "do [ $SECONDS -lt 300 ]; sleep 1; done")
 	// A reader writes the configuration while the engines start.
 	places = append(places, "Check it:\n", fmt.Sprintf("Check it:\n    for e in %s; do curl --retry 30 --retry-all-errors "+
 		"--retry-delay 1 -s http://$e/health; done\n", strings.Join(p[:4], " ")))
