@@ -208,5 +208,6 @@ func (a *Advice) Sentence() (s string, short bool) {
 	if a.WantedPrefill == 0 {
 		return fmt.Sprintf("%s%d would serve this", who, a.WantedDecode), who != ""
 	}
-	return fmt.Sprintf("%s%d for prefill and %d for decode would serve this%s", who, a.WantedPrefill, a.WantedDecode, s), who != ""
+	s = fmt.Sprintf("%d for prefill and %d for decode would serve this", a.WantedPrefill, a.WantedDecode) + s
+	return who + s, who != ""
 }
