@@ -401,8 +401,8 @@ func (c *cluster) must(command string) string {
 	return string(out)
 }
 
-// start installs Envoy Gateway as its documentation says, with more values, and existing.yaml.
-func start(t *testing.T, set ...string) *cluster {
+// start installs Envoy Gateway as its documentation says, and existing.yaml.
+func start(t *testing.T) *cluster {
 	t.Helper()
 	tools := os.Getenv("TANDEM_KUBE_BIN")
 	c := &cluster{t: t, dir: t.TempDir()}
@@ -416,7 +416,7 @@ func start(t *testing.T, set ...string) *cluster {
 		"newName: tandem, newTag: latest", "newName: registry.test/tandem, newTag: v1")
 
 	c.must("helm install eg oci://docker.io/envoyproxy/gateway-helm --version v1.9.1 -n envoy-gateway-system " +
-		"--create-namespace --set global.images.envoyProxy.image=tandem.test/envoy:1.40.0 " + strings.Join(set, " "))
+		"--create-namespace --set global.images.envoyProxy.image=tandem.test/envoy:1.40.0")
 	c.must("kubectl wait --timeout=5m -n envoy-gateway-system deployment/envoy-gateway --for=condition=Available")
 	c.must("kubectl apply -f " + c.file("existing.yaml"))
 	c.must("kubectl wait --timeout=2m deployment/prefill deployment/decode --for=condition=Available")

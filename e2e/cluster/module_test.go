@@ -47,32 +47,36 @@ const patientProbes = "patch: {type: StrategicMerge, value: {spec: {template: {s
 // Tandem in the Envoy of an Envoy Gateway in Kubernetes mode, by the chart: attached to a Gateway that serves another route,
 // under load while everything changes, and taken off again without a trace. The other route is asked all the time.
 func TestModule(t *testing.T) {
-	c := start(t, "--set config.envoyGateway.extensionApis.enableBackend=true")
+	c := start(t)
+	c.show(upgrade + "--set config.envoyGateway.extensionApis.enableBackend=true")
+	c.show("kubectl -n envoy-gateway-system rollout restart deployment envoy-gateway")
+	c.must("kubectl rollout status --timeout=4m -n envoy-gateway-system deployment/envoy-gateway")
 	values := filepath.Join(c.dir, "values.yaml")
 	require.NoError(t, os.WriteFile(values, []byte(moduleValues), 0o600))
 	chart, err := filepath.Abs("../../deploy/helm/tandem")
 	require.NoError(t, err)
 	before := c.names()
 
-	// proxy writes the EnvoyProxy of the Gateway, with what the chart's notes say that it needs.
-	proxy := func(c *cluster, more string) {
-		notes := c.must("helm install chat " + chart + " --namespace default -f " + values + more + " --dry-run=client")
-		_, spec, _ := strings.Cut(notes, "\n  spec:\n")
-		spec, _, _ = strings.Cut(spec, "\n\nIt needs extensionApis")
-		spec = strings.Replace(spec, "envoyDeployment:\n", "envoyDeployment:\n          "+patientProbes+"\n", 1)
-		text := "apiVersion: gateway.envoyproxy.io/v1alpha1\nkind: EnvoyProxy\nmetadata: {name: web, namespace: default}\nspec:\n" + spec + "\n"
+	// proxy writes the EnvoyProxy of the Gateway, as the chart's notes have it, and returns the command that names it there.
+	proxy := func(c *cluster, more string, replicas int) (patch string) {
+		notes := c.must("helm install chat " + chart + " --namespace default -f " + values + more + " --dry-run")
+		_, text, _ := strings.Cut(notes, ":\n  apiVersion: gateway.envoyproxy.io/v1alpha1\n  kind: EnvoyProxy\n")
+		text, patch, _ = strings.Cut(text, "\n\nIf the Gateway has none, name this one in it:\n")
+		patch, _, _ = strings.Cut(patch, "\n")
+		ours := fmt.Sprintf("envoyDeployment:\n          replicas: %d\n          %s\n", replicas, patientProbes)
+		text = "  apiVersion: gateway.envoyproxy.io/v1alpha1\n  kind: EnvoyProxy\n" + strings.Replace(text, "envoyDeployment:\n", ours, 1) + "\n"
 		require.NoError(t, os.WriteFile(filepath.Join(c.dir, "proxy.yaml"), []byte(text), 0o600))
+		return patch
 	}
-	proxy(c, "")
+	patch := proxy(c, "", 1)
 
-	c.show("helm install chat " + chart + " --namespace default -f " + values + " --set gateway.attach=none/none --wait --timeout 6m") // the ConfigMap is there before Envoys mount it
-	c.show("kubectl apply -f proxy.yaml")
-	c.show(`kubectl patch gateway web --type=merge -p '{"spec":{"infrastructure":{"parametersRef":{"group":"gateway.envoyproxy.io","kind":"EnvoyProxy","name":"web"}}}}'`)
+	c.show("kubectl apply -f proxy.yaml") // its Envoys start once there is the ConfigMap, which the chart brings
+	c.show(patch)
+	c.show("helm install chat " + chart + " --namespace default -f " + values + " --wait --timeout 6m")
 	c.await("the Gateway's Envoy has the library", func() bool {
 		out := c.must("kubectl get pods -n envoy-gateway-system " + ofWeb + " -o jsonpath='{.items[*].spec.containers[*].image}'")
 		return strings.Contains(out, "tandem-envoy:v1") && !strings.Contains(out, "tandem.test/envoy:")
 	})
-	c.show("helm upgrade chat " + chart + " --namespace default -f " + values + " --wait --timeout 6m")
 	c.splitsAt("chat.test")
 	c.show("tandem envoy --for envoy-gateway --check --namespace default --name chat")
 
@@ -108,15 +112,15 @@ func TestModule(t *testing.T) {
 		c.must("kubectl rollout status --timeout=4m -n envoy-gateway-system deployment " + ofWeb)
 	})
 	step("two Envoys share a Redis", func(c *cluster) {
-		const more = " --set redis.enabled=true,replicas=2"
+		const more = " --set redis.enabled=true"
 		c.show("helm upgrade chat " + chart + " --namespace default -f " + values + more + " --wait --timeout 6m")
-		proxy(c, more)
+		proxy(c, more, 2)
 		c.show("kubectl apply -f proxy.yaml")
 		c.show("kubectl rollout restart -n envoy-gateway-system deployment " + ofWeb) // where Redis is takes a restart
 		c.must("kubectl rollout status --timeout=4m -n envoy-gateway-system deployment " + ofWeb)
 		c.agree()
 		c.show("helm upgrade chat " + chart + " --namespace default -f " + values)
-		proxy(c, "")
+		proxy(c, "", 1)
 		c.show("kubectl apply -f proxy.yaml")
 		c.await("one Envoy is left", func() bool { return len(c.envoys()) == 1 })
 	})
@@ -142,7 +146,7 @@ func TestModule(t *testing.T) {
 		return status == "200" && c.prefillsIn("default", "prefill") == was
 	})
 	c.show("helm uninstall chat --wait")
-	c.must(`kubectl patch gateway web --type=json -p '[{"op":"remove","path":"/spec/infrastructure"}]'`)
+	c.must(`kubectl patch gateway web --type=json -p '[{"op":"remove","path":"/spec/infrastructure/parametersRef"}]'`)
 	c.must("kubectl delete -f proxy.yaml")
 	c.await("all is as before", func() bool { return slices.Equal(before, c.names()) })
 	c.await("the Gateway's Envoy is Envoy Gateway's again", func() bool {

@@ -293,7 +293,9 @@ provider:
   type: Kubernetes
   kubernetes:
     envoyDeployment:
+      {{- if not .Values.gateway.attach }}
       replicas: {{ .Values.replicas }}
+      {{- end }}
       {{- if eq $from "initContainer" }}
       initContainers:
       - name: library
