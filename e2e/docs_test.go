@@ -93,7 +93,7 @@ var documentedOnly = map[string]string{
 	"e2e/vllm/run.sh go test -tags vllm -count 1 -run TestRealRoles -v ./e2e/vllm":                                                                                               "5.5 GiB of vLLM, and minutes",
 	"e2e/vllm/run.sh go test -tags vllm -count 1 -run TestRealRanks -v ./e2e/vllm":                                                                                               "5.5 GiB of vLLM, and minutes",
 	"kubectl port-forward deployment/tandem 9090":                                                                                                                                "a cluster",
-	"tandem envoy -f tandem.yaml --for envoy-gateway --image REGISTRY/tandem-envoy:VERSION | kubectl apply -f -":                                                                 "a cluster",
+	"tandem envoy -f tandem.yaml --for envoy-gateway --namespace llm --name chat --image REGISTRY/tandem-envoy:VERSION | kubectl apply -f -":                                     "TestModulePagePrints",
 	"helm install chat deploy/helm/tandem --namespace llm --create-namespace -f values.yaml":                                                                                     "make e2e-cluster",
 	"helm install chat deploy/helm/tandem --namespace llm -f values.yaml --dry-run":                                                                                              "make e2e-cluster",
 	"helm upgrade eg oci://docker.io/envoyproxy/gateway-helm --version v1.9.1 -n envoy-gateway-system --reuse-values --set config.envoyGateway.extensionApis.enableBackend=true": "make e2e-cluster",
@@ -103,7 +103,7 @@ var documentedOnly = map[string]string{
 	`kubectl -n llm patch gateway NAME --type json -p '[{"op":"remove","path":"/spec/infrastructure/parametersRef"}]'`: "make e2e-cluster",
 	"kubectl -n llm delete envoyproxy NAME":                                "make e2e-cluster",
 	"tandem requests --admin http://127.0.0.1:9090/llm.chat":               "a cluster",
-	"tandem envoy --for envoy-gateway --check --namespace llm --name chat": "a cluster; testdata/cli of cmd/tandem",
+	"tandem envoy --for envoy-gateway --check --namespace llm --name chat": "TestModulePagePrints, of a file",
 	"docker buildx build -f deploy/Dockerfile --target library-alone --build-arg VERSION=$(scripts/version.sh) -t REGISTRY/tandem-library:VERSION --push .":                          "a container engine",
 	"kubectl create secret generic tenants --from-literal=team-a=KEY --from-literal=team-b=KEY":                                                                                      "TestEnvoyGatewayTokenLimits writes the Secret",
 	"kubectl apply -f deploy/envoy-gateway/extension/limit-tokens.yaml":                                                                                                              "make e2e-gateway",
@@ -277,6 +277,35 @@ func TestDocumentedCommands(t *testing.T) {
 	}
 	checkInline(t)
 	runDocumented(t)
+}
+
+// The page on the module of Envoy Gateway, taken at its word: its values' configuration, its command without Helm and its
+// Services are a whole for its check.
+func TestModulePagePrints(t *testing.T) {
+	t.Parallel()
+	const page = "../docs/howto/envoy-gateway-module.md"
+	text, err := os.ReadFile(page)
+	require.NoError(t, err)
+	bin, err := binaries()
+	require.NoError(t, err)
+	dir := t.TempDir()
+	write := func(name, pattern, prefix string) {
+		found := regexp.MustCompile(pattern).FindStringSubmatch(string(text))
+		require.NotNil(t, found, pattern)
+		shown := regexp.MustCompile(`(?m)^ {7}`).ReplaceAllString(found[1], "")
+		require.NoError(t, os.WriteFile(filepath.Join(dir, name), []byte(prefix+shown), 0o600))
+	}
+	write("services.yaml", `(?m)^( +apiVersion: v1\n(?: +.*\n)+)`, "---\n")
+	write("tandem.yaml", `(?m)^ +config:\n((?: {9}.*\n)+)`, "  envoy: {run: inside}\n")
+	commands := strings.Join(documented(t, page), "\n")
+	printed := regexp.MustCompile(`(?m)^(tandem envoy -f .*) \| kubectl apply`).FindStringSubmatch(commands)
+	check := regexp.MustCompile(`(?m)^tandem envoy .*--check.*`).FindString(commands)
+	require.NotNil(t, printed)
+	run := exec.Command("/bin/bash", "-c", "set -o pipefail; { "+printed[1]+" && cat services.yaml; } | "+check+" --resources -")
+	run.Dir, run.Env = dir, append(os.Environ(), "PATH="+bin+":"+os.Getenv("PATH"))
+	out, err := run.CombinedOutput()
+	require.NoError(t, err, "%s", out)
+	require.Equal(t, "EnvoyExtensionPolicy llm/chat: nothing is missing\n", string(out))
 }
 
 // checkInline holds commands of Tandem within running text to what there is: each command, and each of its flags.
