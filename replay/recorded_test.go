@@ -5,6 +5,7 @@ import (
 	"math/rand/v2"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
@@ -126,6 +127,29 @@ func TestSampleIsScaledBack(t *testing.T) {
 	require.NoError(t, err)
 	require.InDelta(t, 2*was.Requests, twice.Requests, 20)
 	require.InDelta(t, was.Cached, twice.Cached, .1, "copies do not share what was their own")
+}
+
+// A day that is played more than once keeps its shape: nobody comes in the hours in which nobody came.
+func TestCopiesComeWhenTheirConversationsCame(t *testing.T) {
+	o, err := LoadRecorded(recorded(t, 200, 1, 1), "chat")
+	require.NoError(t, err)
+	for i := range o.Turns {
+		o.Turns[i].At /= 4
+	}
+	v, _ := o.Variant()
+	v.Load = 5
+	r, err := v.Play(t.Context(), o)
+	require.NoError(t, err)
+	require.InDelta(t, 600, r.Requests, 60, "the first tenth does not count")
+	require.Positive(t, r.KV[kvPoints/5])
+	require.Zero(t, slices.Max(r.KV[kvPoints/2:]))
+
+	for _, random := range []float64{0, .3, .999} {
+		for _, at := range []float64{0, 1, o.Seconds / 2, o.Seconds} {
+			require.InDelta(t, at, o.near(at, random), o.Seconds/20+1e-9)
+			require.LessOrEqual(t, o.near(at, random), o.Seconds)
+		}
+	}
 }
 
 // What is not played is counted, by its reason, and what disturbed the fleet is noted.
