@@ -98,6 +98,7 @@ var documentedOnly = map[string]string{
 	"helm install chat deploy/helm/tandem --namespace llm -f values.yaml --dry-run":                                                                                              "make e2e-cluster",
 	"helm upgrade eg oci://docker.io/envoyproxy/gateway-helm --version v1.9.1 -n envoy-gateway-system --reuse-values --set config.envoyGateway.extensionApis.enableBackend=true": "make e2e-cluster",
 	"kubectl -n envoy-gateway-system rollout restart deployment envoy-gateway":                                                                                                   "make e2e-cluster",
+	"kubectl -n envoy-gateway-system port-forward $(kubectl -n envoy-gateway-system get service -l gateway.envoyproxy.io/owning-gateway-name=chat -o name) 8080:80":              "a cluster",
 	"kubectl -n llm delete envoyextensionpolicy chat":                                                                                                                            "make e2e-cluster",
 	"helm -n llm uninstall chat": "make e2e-cluster",
 	`kubectl -n llm patch gateway NAME --type json -p '[{"op":"remove","path":"/spec/infrastructure/parametersRef"}]'`: "make e2e-cluster",
@@ -296,16 +297,21 @@ func TestModulePagePrints(t *testing.T) {
 		require.NoError(t, os.WriteFile(filepath.Join(dir, name), []byte(prefix+shown), 0o600))
 	}
 	write("services.yaml", `(?m)^( +apiVersion: v1\n(?: +.*\n)+)`, "---\n")
-	write("tandem.yaml", `(?m)^ +config:\n((?: {9}.*\n)+)`, "  envoy: {run: inside}\n")
+	envoy := regexp.MustCompile("`(envoy: {run: inside.*?})`").FindStringSubmatch(string(text))
+	require.NotNil(t, envoy)
+	write("tandem.yaml", `(?m)^ +config:\n((?: {9}.*\n)+)`, "  "+envoy[1]+"\n")
 	commands := strings.Join(documented(t, page), "\n")
 	printed := regexp.MustCompile(`(?m)^(tandem envoy -f .*) \| kubectl apply`).FindStringSubmatch(commands)
 	check := regexp.MustCompile(`(?m)^tandem envoy .*--check.*`).FindString(commands)
 	require.NotNil(t, printed)
-	run := exec.Command("/bin/bash", "-c", "set -o pipefail; { "+printed[1]+" && cat services.yaml; } | "+check+" --resources -")
+	run := exec.Command("/bin/bash", "-c", "set -o pipefail; "+printed[1]+" > printed.yaml; cat printed.yaml services.yaml | "+check+" --resources -")
 	run.Dir, run.Env = dir, append(os.Environ(), "PATH="+bin+":"+os.Getenv("PATH"))
 	out, err := run.CombinedOutput()
 	require.NoError(t, err, "%s", out)
 	require.Equal(t, "EnvoyExtensionPolicy llm/chat: nothing is missing\n", string(out))
+	resources, err := os.ReadFile(filepath.Join(dir, "printed.yaml"))
+	require.NoError(t, err)
+	require.Contains(t, string(resources), "protocol: HTTP, port: 80}", "as the page's curl has it")
 }
 
 // checkInline holds commands of Tandem within running text to what there is: each command, and each of its flags.
