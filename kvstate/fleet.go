@@ -79,6 +79,8 @@ type EndpointSpec struct {
 	// number. Rank is this one's number, and part of Addr (#rank), which identifies an endpoint.
 	Ranks, Rank int
 
+	Several bool // Name has several addresses: it names none of their endpoints alone
+
 	// What follows is read by every decision: in one cache line with the state, see [endpointState].
 
 	LoRAs   string // adapters configured for it, comma-separated; those that the engine reports count as well
@@ -95,9 +97,10 @@ func (e *EndpointSpec) HostPort() string {
 	return at
 }
 
-// DisplayName returns the name for people: as configured, or the address if it has none; with #rank if Ranks is not 0.
+// DisplayName returns the name for people: as configured, or the address if it has none of its own; with #rank if Ranks
+// is not 0.
 func (e *EndpointSpec) DisplayName() string {
-	if e.Name == "" {
+	if e.Name == "" || e.Several {
 		return e.Addr
 	}
 	if e.Ranks == 0 {

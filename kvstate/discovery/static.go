@@ -72,6 +72,7 @@ func (s *Static) Resolve(ctx context.Context) {
 		if ip, err := netip.ParseAddr(host); err == nil {
 			addresses = []string{ip.Unmap().String()}
 		}
+		e.Several = len(addresses) > 1
 		for _, ip := range addresses {
 			e.Addr = net.JoinHostPort(ip, port)
 			next = append(next, e.ByRank()...)

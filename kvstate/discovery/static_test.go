@@ -81,6 +81,25 @@ func TestResolve(t *testing.T) {
 	}
 }
 
+// An endpoint has a name of its own for people: a name of several is shown by none.
+func TestNamesTellEndpointsApart(t *testing.T) {
+	s := kvstate.New(kvstate.Options{})
+	answers := map[string][]netip.Addr{"pods": ips("10.0.0.1", "10.0.0.2"), "one": ips("10.0.0.3")}
+	shown := func() (out []string) {
+		for _, e := range s.Pool("p").Endpoints() {
+			out = append(out, e.DisplayName())
+		}
+		return out
+	}
+	source := names(s, answers, "pods:80", "one:80")
+	source.Resolve(t.Context())
+	require.Equal(t, []string{"10.0.0.1:80", "10.0.0.2:80", "one:80"}, shown())
+	require.Len(t, s.Pool("p").Find("pods:80"), 2, "an order by the name is for all of its endpoints")
+	answers["pods"] = ips("10.0.0.2")
+	source.Resolve(t.Context())
+	require.Equal(t, []string{"pods:80", "one:80"}, shown())
+}
+
 func TestStaticWatches(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := kvstate.New(kvstate.Options{})
