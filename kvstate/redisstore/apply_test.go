@@ -44,8 +44,8 @@ func TestApplyAllocs(t *testing.T) {
 		fresh = append(fresh, entries(1<<30))
 	}
 	next := 0
-	budget.Allocs(t, runs, endpoints+read*blocks/100+2*read, func() {
+	budget.Allocs(t, runs, endpoints+read*blocks/100+3*read, func() {
 		r.p.takeIn(fresh[next%len(fresh)]...)
 		next++
-	}, "new prompts: one for a hundred blocks, and two for a conversation")
+	}, "new prompts: one for a hundred blocks, and three for a conversation and its place")
 }

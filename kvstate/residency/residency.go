@@ -551,7 +551,7 @@ func (t *Table) place(c *Conversation, at *Engine) {
 			break
 		}
 	}
-	if at.capacity <= 0 || at.left {
+	if at.left {
 		return
 	}
 	if t.placed >= maxPlaces {
@@ -638,8 +638,12 @@ func (t *Table) remove(p *place) {
 }
 
 // discard removes what does not fit into an engine's memory, as the engine does: the end of the least recently used
-// conversations, but nothing that requests there need.
+// conversations, but nothing that requests there need. Nothing is known to be gone before an engine says how large its
+// memory is.
 func (t *Table) discard(at *Engine) {
+	if at.capacity <= 0 {
+		return
+	}
 	for p, next := at.oldest, (*place)(nil); p != nil && at.used > at.capacity; p = next {
 		next = p.newer
 		if p.of.home == at && p.of.running > 0 {

@@ -485,6 +485,13 @@ func TestLimit(t *testing.T) {
 	require.Equal(t, []int{24}, f.limit(prompt(1, 30), 24))
 	require.Equal(t, []int{6}, f.limit(prompt(2, 18), 16))
 	require.Equal(t, []int{9}, f.limit(prompt(3, 18), 9), "nobody knows it")
+
+	f.turn(2, 4, 10, 5)
+	f.turn(2, 5, 20, 6)
+	f.Resize(f.engines[2], 3000, 7) // a replica that has just started hears of requests before it has asked the engines
+	require.Equal(t, []int{0, 0, 10}, f.limit(prompt(4, 12), 10, 10, 10))
+	f.Resize(f.engines[2], 2500, 8)
+	require.Equal(t, []int{0, 0, 5}, f.limit(prompt(4, 12), 10, 10, 10))
 }
 
 // What conversations share is in an engine's memory once, and is gone with the last of them.
