@@ -168,8 +168,8 @@ func (p *recordedPlayer) look() {
 func (p *recordedPlayer) allEnded() bool { return p.fleet.ended == len(p.jobs) }
 
 // arrivals has the first requests of conversations come, so many times as many, and returns when the last one does.
-// A conversation more than once comes about when it came, so that the day keeps its shape, and shares what conversations
-// share.
+// A conversation more than once comes about when it came, so that the day keeps its shape, and shares what
+// conversations share.
 func (p *recordedPlayer) arrivals(copies float64) (last float64) {
 	random := rand.New(rand.NewPCG(p.config.Seed, 21))
 	for i := range p.load.Turns {
@@ -194,7 +194,8 @@ func (p *recordedPlayer) arrivals(copies float64) (last float64) {
 	return max(last, p.load.Seconds)
 }
 
-// near returns a moment within a twentieth of the recording before or after another one, by a random number from 0 to 1.
+// near returns a moment within a twentieth of the recording before or after another one, by a random number from 0 to
+// 1.
 func (o *Recorded) near(at, random float64) float64 {
 	at = math.Abs(at + (2*random-1)*o.Seconds/20)
 	if at > o.Seconds {

@@ -63,7 +63,8 @@ func lmcacheDialect(o *Options) (Dialect, error) {
 		return Port{Name: "lmcache." + name, Default: byDefault, Roles: kvstate.RoleDecode, Ranks: true, Open: true}
 	}
 	out := Dialect{
-		Name: "lmcache", Engine: EngineVLLM, Engines: Engines{VLLM: true, Experimental: true, Store: true}, RankRule: RankToRank,
+		Name: "lmcache", Engine: EngineVLLM, RankRule: RankToRank,
+		Engines: Engines{VLLM: true, Experimental: true, Store: true},
 		Reports: Reports{Connectors: []string{"LMCacheConnectorV1"}, Alike: vllmAlike(), Ranks: true},
 		Ports: []Port{decodes("initPort", lmcacheInitPort), decodes("allocPort", lmcacheAllocPort),
 			decodes("queryPort", 0)},

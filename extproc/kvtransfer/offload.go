@@ -31,7 +31,8 @@ func p2pPorts() []Port {
 func offloadDialect(*Options) (Dialect, error) {
 	d := newOffload()
 	return Dialect{
-		Name: "offload", Engine: EngineAny, Engines: Engines{VLLM: true, Experimental: true, EitherLeg: true, Store: true},
+		Name: "offload", Engine: EngineAny,
+		Engines: Engines{VLLM: true, Experimental: true, EitherLeg: true, Store: true},
 		Reports: Reports{Connectors: []string{"OffloadingConnector"}, Alike: storeAlike(), Release: true},
 		Ports:   p2pPorts(),
 		Hold:    Hold{Inline: true},

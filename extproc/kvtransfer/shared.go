@@ -19,7 +19,8 @@ func newShared() shared { return shared{newOneToken()} }
 func sharedDialect(*Options) (Dialect, error) {
 	d := newShared()
 	return Dialect{
-		Name: "shared", Engine: EngineAny, Engines: Engines{EitherLeg: true, DataRanks: true, Store: true}, Hold: Hold{Inline: true},
+		Name: "shared", Engine: EngineAny, Hold: Hold{Inline: true},
+		Engines: Engines{EitherLeg: true, DataRanks: true, Store: true},
 		Prefill: d.Prefill, ReadAnswer: d.ReadAnswer,
 		Reports: Reports{Stores: []string{"LMCacheConnectorV1", "MultiConnector"}, Alike: storeAlike()},
 	}, nil
