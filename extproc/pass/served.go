@@ -2,6 +2,7 @@ package pass
 
 import (
 	"context"
+	"slices"
 	"time"
 
 	"tandem/extproc/latebinding"
@@ -61,11 +62,18 @@ func (x *Pass) served(ctx context.Context, pool *kvstate.Pool, a *plan.Attempt, 
 	if latebinding.IsAtOnce(ctx) {
 		return latebinding.ErrWaits
 	}
-	for _, older := range [...]time.Duration{askAgain, askAtLast} { // it may have been loaded a moment ago
-		x.askModels(ctx, pool.Endpoints(), older)
-		if pool.MayServe(model) {
-			return nil
+	// It may have moved a moment ago: the list that led to an endpoint that lacks it is outdated, however young it is, and
+	// the others may be.
+	var led []*kvstate.Endpoint
+	for _, e := range pool.Endpoints() {
+		if slices.Contains(a.Excluded, e.Addr) {
+			led = append(led, e)
 		}
+	}
+	x.askModels(ctx, led, 0)
+	x.askModels(ctx, pool.Endpoints(), askAtLast)
+	if pool.MayServe(model) {
+		return nil
 	}
 	return openai.ModelNotFound(model)
 }
