@@ -62,8 +62,8 @@ func (x *Pass) served(ctx context.Context, pool *kvstate.Pool, a *plan.Attempt, 
 	if latebinding.IsAtOnce(ctx) {
 		return latebinding.ErrWaits
 	}
-	// It may have moved a moment ago: the list that led to an endpoint that lacks it is outdated, however young it is, and
-	// the others may be.
+	// It may have moved a moment ago: the list that led to an endpoint that lacks it is outdated, however young it is,
+	// and the others may be.
 	var led []*kvstate.Endpoint
 	for _, e := range pool.Endpoints() {
 		if slices.Contains(a.Excluded, e.Addr) {
