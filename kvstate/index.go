@@ -26,24 +26,16 @@ func (c *Candidate) HeldBlocks() HeldBlocks { return HeldBlocks{int32(c.Hit), c.
 // SetHeld sets [Candidate.Hit] and [Candidate.Loads].
 func (c *Candidate) SetHeld(h HeldBlocks) { c.Hit, c.Loads = int(h.Hit), h.Loads }
 
-// noteHits raises each candidate's Hit to the number of the prompt's text blocks that it is thought to hold. of selects
-// the index members that count.
-func (p *Pool) noteHits(hashes []uint64, v *View, of func(*prefixindex.Owner) []int32) {
+// guessHits raises each candidate's Hit to the number of the prompt's text blocks that it is thought to hold, by what
+// was routed to it and what its memory can have kept since. of selects what was routed: ever, or moments ago. Memory
+// does not limit an engine that gets KV from a store: vLLM then counts external tokens, although no engine hands KV over
+// in such a pool.
+func (p *Pool) guessHits(hashes []uint64, v *View, of func(*prefixindex.Owner) []int32) {
+	deepest := int32(0)
 	for i, depth := range p.find(hashes, v, of) {
 		c := &v.Endpoints[i]
 		c.Hit = max(c.Hit, int(depth))
-	}
-}
-
-// guessHits raises each candidate's Hit to the number of the prompt's text blocks that it is thought to hold, by what
-// was routed to it, ever or moments ago, and by what its memory can have kept since. Where its engine has KV from a
-// store, the memory says nothing: it counts tokens that came from elsewhere (vLLM), although nobody hands KV over in
-// such a pool.
-func (p *Pool) guessHits(hashes []uint64, v *View, of func(*prefixindex.Owner) []int32) {
-	p.noteHits(hashes, v, of)
-	deepest := 0
-	for i := range v.Endpoints {
-		deepest = max(deepest, v.Endpoints[i].Hit)
+		deepest = max(deepest, depth)
 	}
 	if deepest == 0 {
 		return

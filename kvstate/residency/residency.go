@@ -56,7 +56,7 @@ type Conversation struct {
 	since   float64
 	guessed bool // since was set by a request of another replica
 	left    bool // its client has gone on without it: it will not come back
-	again   bool // it has had more than one prompt
+	resumed bool // it has had more than one prompt
 	places  *place
 
 	older, newer *Conversation // by their last change
@@ -421,7 +421,7 @@ func (t *Table) forget(c *Conversation) {
 
 // extend records a conversation's latest prompt.
 func (t *Table) extend(c *Conversation, p *Prompt) {
-	c.again = c.again || c.length > 0
+	c.resumed = c.resumed || c.length > 0
 	t.dropTip(c)
 	c.length = len(p.Blocks)
 	c.tip, c.tokens = p.Blocks[c.length-1], p.Tokens
@@ -456,15 +456,15 @@ func (t *Table) Of(last uint64) *Conversation {
 
 // Limit lowers the blocks of a prompt that engines are thought to hold, of which n have some, to what their memory can
 // still have of its conversation: what later requests have not displaced. last are the prompt's last block, and the
-// last one that any engine is thought to hold, which is where its conversation's prompt before ended. It changes
-// nothing before a conversation's second prompt, nor for an engine whose memory's size is not known, or that is nil.
+// last one that any engine is thought to hold, where the conversation's prompt before ended. It changes nothing before
+// a conversation's second prompt, nor for an engine that is nil or has not reported the size of its memory.
 func (t *Table) Limit(last [2]uint64, n int, hit func(i int) (*Engine, *int)) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	c := t.tips[last[0]]
 	if c == nil {
 		c = t.tips[last[1]]
-	} else if !c.again {
+	} else if !c.resumed {
 		return // what it is thought to hold is what others had
 	}
 	if c == nil || c.tokens <= 0 {
@@ -638,8 +638,8 @@ func (t *Table) remove(p *place) {
 }
 
 // discard removes what does not fit into an engine's memory, as the engine does: the end of the least recently used
-// conversations, but nothing that requests there need. Nothing is known to be gone before an engine says how large its
-// memory is.
+// conversations, but nothing that requests there need. Until an engine has reported the size of its memory, nothing is
+// known to be gone.
 func (t *Table) discard(at *Engine) {
 	if at.capacity <= 0 {
 		return
