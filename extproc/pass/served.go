@@ -2,7 +2,6 @@ package pass
 
 import (
 	"context"
-	"slices"
 	"time"
 
 	"tandem/extproc/latebinding"
@@ -14,12 +13,11 @@ import (
 // Models and adapters come and go while engines run. Engines are asked for their lists from time to time, and at once
 // when no engine is known to serve the model of a request, or when one answers 404.
 
-// How old an engine's list of models may be for a request that depends on it: one that no pool takes, or that an engine
-// has answered with 404, and the same before it is refused; and one for a pool that takes any model, whose engines may
-// serve more than they list.
+// How old an engine's list of models may be for a request that depends on it: one that no pool takes; one that another
+// engine has answered with 404; and one for a pool that takes any model, whose engines may serve more than they list.
 const (
 	askAgain     = time.Second
-	askAtLast    = 100 * time.Millisecond
+	askAfter404  = 100 * time.Millisecond
 	askAgainAny  = 5 * time.Second
 	askPatiently = 1500 * time.Millisecond // in all, longer than an engine's answer may take
 )
@@ -62,16 +60,14 @@ func (x *Pass) served(ctx context.Context, pool *kvstate.Pool, a *plan.Attempt, 
 	if latebinding.IsAtOnce(ctx) {
 		return latebinding.ErrWaits
 	}
-	// It may have moved a moment ago: the list that led to an endpoint that lacks it is outdated, however young it is,
-	// and the others may be.
-	var led []*kvstate.Endpoint
-	for _, e := range pool.Endpoints() {
-		if slices.Contains(a.Excluded, e.Addr) {
-			led = append(led, e)
+	// The model may have moved a moment ago. The list of the endpoint that has answered 404 is outdated, however young
+	// it is, and those of the others may be.
+	if n := len(a.Excluded); n > 0 {
+		if e := pool.Endpoint(a.Excluded[n-1]); e != nil {
+			x.askModels(ctx, []*kvstate.Endpoint{e}, 0)
 		}
 	}
-	x.askModels(ctx, led, 0)
-	x.askModels(ctx, pool.Endpoints(), askAtLast)
+	x.askModels(ctx, pool.Endpoints(), askAfter404)
 	if pool.MayServe(model) {
 		return nil
 	}
