@@ -28,8 +28,8 @@ func (c *Candidate) SetHeld(h HeldBlocks) { c.Hit, c.Loads = int(h.Hit), h.Loads
 
 // guessHits raises each candidate's Hit to the number of the prompt's text blocks that it is thought to hold, by what
 // was routed to it and what its memory can have kept since. of selects what was routed: ever, or moments ago. Memory
-// does not limit an engine that gets KV from a store: vLLM then counts external tokens, although no engine hands KV over
-// in such a pool.
+// does not limit an engine that gets KV from a store: vLLM then counts external tokens, although no engine hands KV
+// over in such a pool.
 func (p *Pool) guessHits(hashes []uint64, v *View, of func(*prefixindex.Owner) []int32) {
 	deepest := int32(0)
 	for i, depth := range p.find(hashes, v, of) {

@@ -64,8 +64,8 @@ func TestMemoryFollowsReservations(t *testing.T) {
 	})
 }
 
-// Conversations that came later displace what was routed to an engine, unless it has KV from a store: then its own memory
-// says nothing of what it finds.
+// Conversations that came later displace what was routed to an engine, unless it gets KV from a store: then it finds more
+// than its own memory keeps.
 func TestHitsAreWhatMemoryKeeps(t *testing.T) {
 	for _, store := range []bool{false, true} {
 		synctest.Test(t, func(t *testing.T) {

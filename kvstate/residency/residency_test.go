@@ -488,7 +488,7 @@ func TestLimit(t *testing.T) {
 
 	f.turn(2, 4, 10, 5)
 	f.turn(2, 5, 20, 6)
-	f.Resize(f.engines[2], 3000, 7) // a replica that has just started hears of requests before it has asked the engines
+	f.Resize(f.engines[2], 3000, 7) // a replica that has just started learns of requests before it has asked the engines
 	require.Equal(t, []int{0, 0, 10}, f.limit(prompt(4, 12), 10, 10, 10))
 	f.Resize(f.engines[2], 2500, 8)
 	require.Equal(t, []int{0, 0, 5}, f.limit(prompt(4, 12), 10, 10, 10))

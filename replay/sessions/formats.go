@@ -159,7 +159,7 @@ type Row struct {
 	Session   any      `json:"session_id"`
 	Timestamp *float64 `json:"timestamp,omitempty"` // ms
 	Delay     *float64 `json:"delay,omitempty"`     // ms after the answer before it
-	Input     int      `json:"input_length"`        // tokens beside the session's prompts and answers before it
+	Input     int      `json:"input_length"`        // tokens in addition to the session's prompts and answers before it
 	Output    int      `json:"output_length"`
 	Hashes    []uint64 `json:"hash_ids,omitempty"` // of the prompt's blocks
 }
