@@ -22,9 +22,8 @@ func TestChartAlone(t *testing.T) {
 	values := filepath.Join(c.dir, "values.yaml")
 	require.NoError(t, os.WriteFile(values, []byte(`
 image: {repository: registry.test/tandem, tag: v1}
-resources: {requests: {cpu: 50m, memory: 64Mi}}
 redis: {enabled: true, image: "tandem.test/redis:1"}
-envoy: {enabled: true, replicas: 1, image: "tandem.test/envoy:1.40.0", resources: {requests: {cpu: 50m, memory: 64Mi}}}
+envoy: {enabled: true, replicas: 1, image: "tandem.test/envoy:1.40.0"}
 config: {pools: [{name: chat, kvTransfer: nixl, split: always}]}
 engines:
   enabled: true

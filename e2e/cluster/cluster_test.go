@@ -401,8 +401,18 @@ func (c *cluster) must(command string) string {
 	return string(out)
 }
 
-// start installs Envoy Gateway as its documentation says, and existing.yaml.
+// start installs Envoy Gateway, and existing.yaml.
 func start(t *testing.T) *cluster {
+	t.Helper()
+	c := startGateway(t)
+	c.must("kubectl apply -f " + c.file("existing.yaml"))
+	c.must("kubectl wait --timeout=2m deployment/prefill deployment/decode --for=condition=Available")
+	c.balance()
+	return c
+}
+
+// startGateway installs Envoy Gateway as its documentation says. The image of Tandem is pushed, and named in base.
+func startGateway(t *testing.T) *cluster {
 	t.Helper()
 	tools := os.Getenv("TANDEM_KUBE_BIN")
 	c := &cluster{t: t, dir: t.TempDir()}
@@ -418,9 +428,6 @@ func start(t *testing.T) *cluster {
 	c.must("helm install eg oci://docker.io/envoyproxy/gateway-helm --version v1.9.1 -n envoy-gateway-system " +
 		"--create-namespace --set global.images.envoyProxy.image=tandem.test/envoy:1.40.0")
 	c.must("kubectl wait --timeout=5m -n envoy-gateway-system deployment/envoy-gateway --for=condition=Available")
-	c.must("kubectl apply -f " + c.file("existing.yaml"))
-	c.must("kubectl wait --timeout=2m deployment/prefill deployment/decode --for=condition=Available")
-	c.balance()
 	return c
 }
 

@@ -1,5 +1,5 @@
 #!/bin/bash
-# The commands of docs/kubernetes.md, and the chart with engines of its own, in a cluster of one node on this machine (make
+# The commands of docs/kubernetes.md and of its tutorial, and the chart with engines of its own, in a cluster of one node on this machine (make
 # e2e-cluster). Its data and logs are kept
 # in .cache/cluster until the next run.
 #   run.sh [argument of the test program...]       TESTS="TestModule": that one alone
@@ -22,7 +22,7 @@ sed -e 's,${GatewayImage},docker.io/envoyproxy/gateway:v1.9.1,' -e 's,${GatewayI
 "$TANDEM_KUBE_BIN/helm" package "$dir/chart" --version v1.9.1 --app-version v1.9.1 -d "$dir"
 export TANDEM_CHART=$dir/gateway-helm-v1.9.1.tgz
 go test -tags cluster -c -o "$root/bin/cluster.test" . # what needs the network, before there is none
-for t in ${TESTS:-TestFiveCommands TestFiveCommandsOnALiveRoute TestChartAlone TestModule}; do # each in a cluster of its own
+for t in ${TESTS:-TestTutorial TestFiveCommands TestFiveCommandsOnALiveRoute TestChartAlone TestModule}; do # each in a cluster of its own
   mkdir "$dir/$t" && mv "$dir/images" "$dir/$t/images"
   ./node.sh "$dir/$t" "$root/bin/cluster.test" -test.v -test.run "^$t\$" "$@"
   mv "$dir/$t/images" "$dir/images"

@@ -1,0 +1,91 @@
+//go:build cluster
+
+package cluster
+
+import (
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// The tutorial of Kubernetes, pasted from its first command to its last, by each of the two ways of its fourth step: one
+// request is sent, and is split, and of all that was applied nothing is left. The engines are simulated, at the speed of
+// a GPU, and the cluster has no load balancer, as kind has none.
+func TestTutorial(t *testing.T) {
+	c := startGateway(t)
+	c.must("kubectl apply -f " + c.file("quickstart.yaml"))
+	engines := filepath.Join(c.dir, "deploy/examples/vllm-nixl.yaml")
+	text, err := os.ReadFile(engines)
+	require.NoError(t, err)
+	for _, r := range [][2]string{
+		{`image: vllm/.*`, `image: tandem.test/enginesim:1`},
+		{`args: .*kv_producer.*`, `args: [--listen, "0.0.0.0:8000", --side-channel, "$$(POD_IP):5600", --model, tiny, --prefill-speed, "8000", --decode-step, 8ms, --role, prefill, --lease, 120s]`},
+		{`args: .*kv_consumer.*`, `args: [--listen, "0.0.0.0:8000", --side-channel, "$$(POD_IP):5600", --model, tiny, --prefill-speed, "8000", --decode-step, 8ms, --role, decode, --bidirectional, --decoder-ttl, 1s, --kv-load-failure, recompute]`},
+		{` *resources: .*nvidia.*\n`, ``},
+	} {
+		pattern := regexp.MustCompile(r[0])
+		require.Regexp(t, pattern, string(text))
+		text = pattern.ReplaceAll(text, []byte(r[1]))
+	}
+	require.NoError(t, os.WriteFile(engines, text, 0o600))
+	tutorial, err := os.ReadFile("../../docs/tutorial/kubernetes.md")
+	require.NoError(t, err)
+	steps := regexp.MustCompile(`(?m)^## \d\. `).Split(string(tutorial), -1)
+	require.Len(t, steps, 7)
+	extension, patches, found := strings.Cut(steps[4], "\n**An EnvoyPatchPolicy**")
+	require.True(t, found)
+	before := c.names()
+
+	t.Run("extension", func(t *testing.T) {
+		c := c.under(t)
+		page := strings.Join([]string{steps[1], steps[2], steps[3], extension, steps[5], steps[6]}, "\n")
+		c.walk(page)
+		require.Equal(t, before, c.names())
+	})
+	t.Run("EnvoyPatchPolicy", func(t *testing.T) {
+		c := c.under(t)
+		c.show(upgrade + "--set config.envoyGateway.extensionApis.enableBackend=true,config.envoyGateway.extensionApis.enableEnvoyPatchPolicy=true")
+		c.show("kubectl -n envoy-gateway-system rollout restart deployment envoy-gateway")
+		c.must("kubectl rollout status --timeout=4m -n envoy-gateway-system deployment/envoy-gateway")
+		instead := regexp.MustCompile("`(tandem envoy .*delete -f -)`").FindStringSubmatch(steps[6])
+		require.NotNil(t, instead)
+		lines := regexp.MustCompile(`(?m)^    .*\n`).FindAllString(steps[6], -1)
+		page := strings.Join([]string{steps[1], steps[2], steps[3], patches, steps[5], "    " + instead[1] + "\n" + strings.Join(lines[2:], "")}, "\n")
+		page = strings.NewReplacer("gateway eg", "gateway tandem", "gateway-name=eg", "gateway-name=tandem", "8080:80", "8080:8080").Replace(page)
+		c.walk(page)
+		require.Equal(t, before, c.names())
+	})
+}
+
+// walk runs the commands of a page, which are its lines that are indented by four, in one shell. What the page has run in
+// another terminal, and what it says instead of an address, comes when its port is open.
+func (c *cluster) walk(page string) {
+	c.t.Helper()
+	script := "set -e; trap 'kill $(jobs -p)' EXIT\n"
+	for _, m := range regexp.MustCompile(`(?m)^    (\S.*)$`).FindAllStringSubmatch(regexp.MustCompile("(?s)```.*?```").ReplaceAllString(page, ""), -1) {
+		command := m[1]
+		script += "echo; echo \"$SECONDS s: \"'$ " + strings.ReplaceAll(command, "'", `'\''`) + "'\n"
+		if forward := regexp.MustCompile(`port-forward .*?(\d+)(:\d+)?$`).FindStringSubmatch(command); forward != nil {
+			script += command + " > /dev/null &\nuntil (: < /dev/tcp/127.0.0.1/" + forward[1] + ") 2> /dev/null; do sleep 0.2; done\n"
+			if strings.Contains(page, "`GATEWAY=127.0.0.1:"+forward[1]+"`") {
+				script += "GATEWAY=127.0.0.1:" + forward[1] + "\n"
+			}
+			continue
+		}
+		script += command + "\n"
+	}
+	began := time.Now()
+	cmd := exec.CommandContext(c.t.Context(), "/bin/bash", "-m", "-c", script)
+	cmd.Dir, cmd.Env = c.dir, c.env
+	out, err := cmd.CombinedOutput()
+	c.t.Logf("%s\n(%.0f s)", out, time.Since(began).Seconds())
+	require.NoError(c.t, err)
+	require.Regexp(c.t, `"finish_reason":"(stop|length)"`, string(out))
+	require.Regexp(c.t, `(?m)^ *(200|running) .* split +prefill-\S+ +decode-\S+ `, string(out))
+}
