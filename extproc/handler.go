@@ -47,8 +47,10 @@ func (x handler) receiveBody(limit int) error {
 		}
 	}
 	x.stream.msg.Body, x.stream.msg.BodyLimit, x.stream.msg.Over = &x.stream.body, limit, false
-	if n, err := strconv.Atoi(string(x.stream.msg.Headers.ContentLength)); err == nil && n > 0 && n <= limit {
-		x.stream.body.Grow(min(n, 1<<20) + 1024) // space for insertions; a false length costs at most this
+	if length := x.stream.msg.Headers.ContentLength; len(length) > 0 { // an error of strconv is two allocations
+		if n, err := strconv.Atoi(string(length)); err == nil && n > 0 && n <= limit {
+			x.stream.body.Grow(min(n, 1<<20) + 1024) // space for insertions; a false length costs at most this
+		}
 	}
 	x.stream.limitBodyTime()
 	defer x.stream.stopBodyTime()

@@ -146,6 +146,9 @@ func Older(release string, minor int) bool {
 
 // count reads an optional count; anything else is treated as absent.
 func count(value []byte) (int64, bool) {
+	if len(value) == 0 { // an error of strconv is two allocations
+		return 0, false
+	}
 	n, err := strconv.ParseInt(string(value), 10, 64)
 	return n, err == nil && n >= 0
 }

@@ -3,6 +3,7 @@ package replan
 import (
 	"bytes"
 	"net/http"
+	"slices"
 
 	"tandem/extproc/ended"
 	"tandem/extproc/kvtransfer"
@@ -17,7 +18,7 @@ const redirectHost = "http://tandem"
 // Location returns the URL of a redirect for a request with this path.
 func Location(path []byte) []byte {
 	path, _, _ = bytes.Cut(path, []byte("?"))
-	return append([]byte(redirectHost), path...)
+	return slices.Concat([]byte(redirectHost), path)
 }
 
 // Limits of the headers of a request that may be redirected. The ticket, which includes the host and the path, and
