@@ -241,11 +241,14 @@ func TestPickerRewritesToAModelOfSome(t *testing.T) {
 	}
 }
 
-// Row: a 404 is the gateway's to retry; the endpoint is asked at once what it serves, so that the next request for the
-// model goes where it is.
+// Row: a 404 is the gateway's to retry; the endpoint is asked at once what it serves, even if it was asked a moment ago,
+// so that the next request for the model goes where it is.
 func TestPickerAsksAfterA404(t *testing.T) {
 	s := pickerStand(t, plan.GatewayOptions{}, "d1", "d2")
-	s.server.passes.Models = serves{s.state, map[string]string{addressOf("d1"): "other", addressOf("d2"): "m"}}
+	engines := serves{s.state, map[string]string{addressOf("d1"): "m", addressOf("d2"): "m"}, map[string]time.Time{}}
+	s.server.passes.Models = engines
+	engines.Ask(t.Context(), s.state.Pool("chat").Endpoints(), 0)
+	engines.models[addressOf("d1")] = "other"
 	for at := ""; at != addressOf("d1"); {
 		g := s.ask(hello, nil)
 		at = g.destination()
@@ -260,15 +263,19 @@ func TestPickerAsksAfterA404(t *testing.T) {
 	}
 }
 
-// serves are the models that endpoints answer with when they are asked.
+// serves are the models that endpoints answer with when they are asked, and when they were.
 type serves struct {
 	state  *kvstate.State
-	models map[string]string // by address
+	models map[string]string    // by address
+	asked  map[string]time.Time // likewise
 }
 
-func (s serves) Ask(_ context.Context, endpoints []*kvstate.Endpoint, _ time.Duration) {
+func (s serves) Ask(_ context.Context, endpoints []*kvstate.Endpoint, older time.Duration) {
 	for _, e := range endpoints {
-		s.state.SetModels(e, []kvstate.Model{{ID: s.models[e.Addr]}})
+		if time.Since(s.asked[e.Addr]) >= older {
+			s.state.SetModels(e, []kvstate.Model{{ID: s.models[e.Addr]}})
+			s.asked[e.Addr] = time.Now()
+		}
 	}
 }
 

@@ -60,11 +60,10 @@ func (x *Pass) served(ctx context.Context, pool *kvstate.Pool, a *plan.Attempt, 
 	if latebinding.IsAtOnce(ctx) {
 		return latebinding.ErrWaits
 	}
-	// The model may have moved a moment ago. The list of the endpoint that has answered 404 is outdated, however young
-	// it is, and those of the others may be.
+	// The model may have moved a moment ago, so the lists of the others may be outdated, too.
 	if n := len(a.Excluded); n > 0 {
 		if e := pool.Endpoint(a.Excluded[n-1]); e != nil {
-			x.askModels(ctx, []*kvstate.Endpoint{e}, 0)
+			x.AskAgain(ctx, e)
 		}
 	}
 	x.askModels(ctx, pool.Endpoints(), askAfter404)
@@ -74,10 +73,10 @@ func (x *Pass) served(ctx context.Context, pool *kvstate.Pool, a *plan.Attempt, 
 	return openai.ModelNotFound(model)
 }
 
-// AskAgain asks an endpoint that has answered 404 for its models, if the request itself does not come back.
+// AskAgain asks an endpoint that has answered 404 for its models: its list is outdated, however young it is.
 func (x *Pass) AskAgain(ctx context.Context, e *kvstate.Endpoint) {
 	if x.shared.Models != nil {
-		x.askModels(ctx, []*kvstate.Endpoint{e}, askAgain)
+		x.askModels(ctx, []*kvstate.Endpoint{e}, 0)
 	}
 }
 
