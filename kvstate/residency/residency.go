@@ -57,6 +57,7 @@ type Conversation struct {
 	guessed bool // since was set by a request of another replica
 	left    bool // its client has gone on without it: it will not come back
 	resumed bool // it has had more than one prompt
+	lost    bool // an engine may hold it that has no place of it here, for want of places
 	places  *place
 
 	older, newer *Conversation // by their last change
@@ -457,7 +458,8 @@ func (t *Table) Of(last uint64) *Conversation {
 // Limit lowers the blocks of a prompt that engines are thought to hold, of which n have some, to what their memory can
 // still have of its conversation: what later requests have not displaced. last are the prompt's last block, and the
 // last one that any engine is thought to hold, where the conversation's prompt before ended. It changes nothing before
-// a conversation's second prompt, nor for an engine that is nil or has not reported the size of its memory.
+// a conversation's second prompt, nor where the table lacks places, nor for an engine that is nil or has not reported the
+// size of its memory.
 func (t *Table) Limit(last [2]uint64, n int, hit func(i int) (*Engine, *int)) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -467,7 +469,7 @@ func (t *Table) Limit(last [2]uint64, n int, hit func(i int) (*Engine, *int)) {
 	} else if !c.resumed {
 		return // what it is thought to hold is what others had
 	}
-	if c == nil || c.tokens <= 0 {
+	if c == nil || c.lost || c.tokens <= 0 {
 		return
 	}
 	blocksEach := float64(c.length) / c.tokens
@@ -556,8 +558,10 @@ func (t *Table) place(c *Conversation, at *Engine) {
 	}
 	if t.placed >= maxPlaces {
 		if at.oldest == nil {
+			c.lost = true
 			return
 		}
+		at.oldest.of.lost = true
 		t.remove(at.oldest)
 	}
 	p := t.sparePlaces

@@ -494,6 +494,25 @@ func TestLimit(t *testing.T) {
 	require.Equal(t, []int{0, 0, 5}, f.limit(prompt(4, 12), 10, 10, 10))
 }
 
+// What the table has no place for is not thought to be gone: neither what an engine holds that has just come, nor what
+// another one got first.
+func TestWhatTheTableLacksRoomForIsNotGone(t *testing.T) {
+	f := newFleet(1e9, 1e9, 1e9, 1e9)
+	for i := range maxPlaces/3 + 100 {
+		last := uint64(i + 1)
+		c := f.Arrive(&Prompt{Blocks: []uint64{last}, Tokens: 100}, 1)
+		f.Holds(last, f.engines[1], 1)
+		f.Holds(last, f.engines[2], 1)
+		f.Sent(c, f.engines[0], 1)
+		f.End(c, 0, 1, 1)
+	}
+	f.turn(3, 500, 10, 2)
+	require.Equal(t, 10, f.limit(prompt(500, 12), 0, 0, 0, 10)[3])
+	next := func(block uint64) []int { return f.limit([]uint64{block, 1 << 32}, 1, 1, 1) }
+	require.Equal(t, []int{1, 1, 1}, next(1), "the first")
+	require.Equal(t, []int{1, 1, 1}, next(maxPlaces/3+100), "the last")
+}
+
 // What conversations share is in an engine's memory once, and is gone with the last of them.
 func TestSharedOnce(t *testing.T) {
 	f := newFleet(5000)
