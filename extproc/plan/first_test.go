@@ -2,6 +2,7 @@ package plan
 
 import (
 	"errors"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -432,4 +433,23 @@ func TestWhoStandsFetchesNothing(t *testing.T) {
 			require.Equal(t, [2]bool{tt.split, !tt.split}, [2]bool{h.Paired, h.Late})
 		})
 	}
+}
+
+// What an engine holds of a prompt of megabytes is known to its end: here the first half.
+func TestHalfOfALongPromptIsHeld(t *testing.T) {
+	prompt := func(end string) string {
+		half := func(of string) string { return strings.Repeat(of, 2<<20) }
+		return `{"model":"m","messages":[{"role":"user","content":"` + half("a") + half(end) + `"}]}`
+	}
+	state, pool := fleet()
+	r := &Request{Pool: pool, Tokens: 1 << 20}
+	require.NoError(t, r.Client.Scan(openai.Chat, []byte(prompt("b")), openai.Limits{}))
+	r.Hash()
+	state.Routed(pool, pool.Endpoint("p1:1"), r.Hashes)
+	require.NoError(t, r.Client.Scan(openai.Chat, []byte(prompt("c")), openai.Limits{}))
+	r.Hash()
+	v := &kvstate.View{}
+	state.View(pool, r.Hashes, v)
+	at := slices.IndexFunc(v.Endpoints, func(c kvstate.Candidate) bool { return c.Endpoint.Addr == "p1:1" })
+	require.InDelta(t, 1<<19, lacking(r, v, at), 1000)
 }

@@ -230,10 +230,10 @@ func (r *Request) setPriority(p *Policy) {
 }
 
 // BlockBytes is the number of bytes of a prompt in one block of the prefix index, MaxBlocks the number of blocks
-// that it covers.
+// that it covers: 4 MiB of text, or a million tokens. Who holds these counts as if it held all of a longer prompt.
 const (
 	BlockBytes = 512
-	MaxBlocks  = 2048
+	MaxBlocks  = 1 << 13 // recordings have no more, either
 )
 
 // Prompt is what is known of a request's prompt.
