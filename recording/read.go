@@ -116,6 +116,9 @@ func (r *reader) read(name string, from io.Reader) error {
 			return fmt.Errorf("%s: more than %d lines: replay a part of its files", name, maxLines)
 		}
 		if err := r.line(lines.Bytes()); err != nil {
+			if errors.Is(lines.Err(), io.ErrUnexpectedEOF) && !lines.Scan() {
+				break // the file was cut within its last line
+			}
 			return fmt.Errorf("%s, line %d: %w", name, n, err)
 		}
 	}

@@ -155,3 +155,34 @@ func FuzzRead(f *testing.F) {
 		require.NoError(t, err)
 	})
 }
+
+// A file that was cut anywhere, as that of a writer that was killed, has what is whole before.
+func TestCutAnywhere(t *testing.T) {
+	f := Files{Folder: t.TempDir(), MaxBytes: 1 << 20, ID: "a", Begin: func() []byte { return []byte(header) }}
+	for n := range 60 {
+		q := Request{N: uint64(n + 1), T: float64(n), Pool: "chat", Bytes: n * 7919, Prompt: int64(n) * 104729}
+		require.NoError(t, f.Write(Append(nil, &q), time.Now()))
+		if n == 29 {
+			require.NoError(t, f.Flush())
+		}
+	}
+	path := f.file.Name()
+	require.NoError(t, f.Close())
+	whole, err := os.ReadFile(path)
+	require.NoError(t, err)
+	before := 0
+	for n := range len(whole) {
+		require.NoError(t, os.WriteFile(path, whole[:n], 0o600))
+		r, err := Open(f.Folder)
+		if err != nil {
+			require.ErrorContains(t, err, "no requests are recorded", n)
+			require.Zero(t, before, n)
+			continue
+		}
+		require.Len(t, r.Cut, 1, n)
+		require.GreaterOrEqual(t, len(r.Requests), before, n)
+		before = len(r.Requests)
+		require.EqualValues(t, before, r.Requests[before-1].N)
+	}
+	require.GreaterOrEqual(t, before, 59)
+}
