@@ -62,12 +62,18 @@ func LoadRecorded(r *recording.Recording, pool string) (*Recorded, error) {
 	for _, f := range r.Fleets {
 		for _, p := range f.Pools {
 			if p.Name == pool {
-				out.Pool, found = withLearned(p, out.Pool), true
+				found = true
+			}
+			if p.Name == pool && len(p.Engines) > 0 { // else they were not found yet, or had gone
+				out.Pool = withLearned(p, out.Pool)
 			}
 		}
 	}
-	if !found {
+	switch {
+	case !found:
 		return nil, fmt.Errorf("the recording has no pool %q", pool)
+	case len(out.Pool.Engines) == 0:
+		return nil, fmt.Errorf("the recording does not say what engines pool %q had", pool)
 	}
 	out.disturbed(r, pool)
 	at := map[uint64]int{}
@@ -148,15 +154,20 @@ func (o *Recorded) skips(q *recording.Request) string {
 	return ""
 }
 
-// disturbed notes what the replay does not play: engines that were out, and load that came past Tandem.
+// disturbed notes what the replay does not play: engines that came, went and were out, and load that came past Tandem.
 func (o *Recorded) disturbed(r *recording.Recording, pool string) {
 	out, outside, snapshots := map[string]bool{}, 0.0, 0
+	last := len(o.Pool.Engines)
+	least, most := last, last
 	for _, f := range r.Fleets {
 		for _, p := range f.Pools {
 			if p.Name != pool {
 				continue
 			}
 			snapshots++
+			if n := len(p.Engines); n > 0 {
+				least, most = min(least, n), max(most, n)
+			}
 			for _, e := range p.Engines {
 				if e.Out {
 					out[e.Address] = true
@@ -164,6 +175,10 @@ func (o *Recorded) disturbed(r *recording.Recording, pool string) {
 				outside += float64(e.Outside)
 			}
 		}
+	}
+	if least < most {
+		o.Notes = append(o.Notes, fmt.Sprintf("the pool had %d to %d engines, and is played with the %d that it had last",
+			least, most, last))
 	}
 	if len(out) > 0 {
 		o.Notes = append(o.Notes, fmt.Sprintf("%d engines were out for a part of the time", len(out)))
@@ -180,25 +195,23 @@ func (o *Recorded) disturbed(r *recording.Recording, pool string) {
 
 // joined notes what is not known of recordings that are played as one.
 func joined(r *recording.Recording) (notes []string) {
-	salts, last := map[string]bool{}, map[string]float64{}
-	first, end := map[string]float64{}, 0.0
+	salts, end := map[string]bool{}, 0.0
+	missing, until := map[string]float64{}, map[string]float64{} // by replica: s without a recording, up to its last one
 	for i := range r.Parts {
 		p := &r.Parts[i]
 		salts[p.Salt] = true
-		if _, ok := first[p.Replica]; !ok {
-			first[p.Replica] = p.Start - r.Start
-		}
-		last[p.Replica], end = max(last[p.Replica], p.Last), max(end, p.Last)
+		missing[p.Replica] += max(p.Start-r.Start-until[p.Replica], 0)
+		until[p.Replica], end = max(until[p.Replica], p.Last), max(end, p.Last)
 	}
 	if len(salts) > 1 {
 		notes = append(notes, fmt.Sprintf("%d recordings have %d salts, so nobody knows what their prompts share, "+
 			"and which conversations went from one to the other: less is cached here. Give all replicas one "+
 			"record.saltFile", len(r.Parts), len(salts)))
 	}
-	for _, replica := range slices.Sorted(maps.Keys(first)) {
-		if missing := first[replica] + end - last[replica]; len(first) > 1 && missing > .1*end {
+	for _, replica := range slices.Sorted(maps.Keys(missing)) {
+		if all := missing[replica] + end - until[replica]; all > .1*end {
 			notes = append(notes, fmt.Sprintf("replica %q recorded nothing for %.0f s of %.0f s, in which the load "+
-				"is less than it was", replica, missing, end))
+				"is less than it was", replica, all, end))
 		}
 	}
 	if r.Sample > 1 && r.Crossed > 0 {
@@ -333,8 +346,12 @@ func (o *Recorded) Fleet() (c Config, host float64, notes []string) {
 	c.TTFT, c.TPOT = cmp.Or(p.TTFT, c.TTFT), cmp.Or(p.TPOT, c.TPOT)
 	c.Prefill, c.Decode = 0, 0
 	var speed, pace, link, kv, kept []float64
+	encode := 0
 	for _, e := range p.Engines {
 		switch e.Role {
+		case "encode":
+			encode++
+			continue
 		case "prefill":
 			c.Prefill++
 		case "decode":
@@ -352,6 +369,9 @@ func (o *Recorded) Fleet() (c Config, host float64, notes []string) {
 		some(&link, e.Link)
 		some(&kv, float64(e.KV))
 		some(&kept, float64(e.Host))
+	}
+	if encode > 0 {
+		notes = append(notes, fmt.Sprintf("%d engines that encode media are not played", encode))
 	}
 	if c.Both > 0 && c.Prefill+c.Decode > 0 {
 		notes = append(notes, "engines with one role beside engines with both are replayed as if all had both")
@@ -371,6 +391,9 @@ func (o *Recorded) Fleet() (c Config, host float64, notes []string) {
 	c.LocalTokens = int(m.StepTokens)
 	if len(kv) > 0 {
 		m.KVTokens = mean(kv)
+	} else {
+		notes = append(notes, fmt.Sprintf("engines did not say how much KV they keep: each has memory for %.0f tokens here",
+			m.KVTokens))
 	}
 	if len(kept) > 0 {
 		host = mean(kept)

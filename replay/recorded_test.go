@@ -163,9 +163,74 @@ func TestNotPlayed(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, map[string]int{"have no prompt": 1, "have no answer": 1}, o.Skipped)
 	require.Equal(t, 1, o.Guessed)
-	require.Len(t, o.Notes, 2)
+	require.Equal(t, []string{"the pool had 1 to 4 engines, and is played with the 1 that it had last",
+		"1 engines were out for a part of the time",
+		"engines had 2.0 requests on average that did not come through Tandem"}, o.Notes)
 	_, err = LoadRecorded(r, "other")
 	require.ErrorContains(t, err, `no pool "other"`)
+}
+
+// The fleet is the last one that had engines. Those that encode media are none of it, and what they did not say is said.
+func TestFleetThatWas(t *testing.T) {
+	snapshot := func(engines string) string {
+		return `{"fleet":{"at":60,"pools":[{"name":"chat","engines":[` + engines + `]}]}}`
+	}
+	p, d := `{"address":"p0","role":"prefill","speed":1,"kv":9}`, `{"address":"d0","role":"decode","pace":1}`
+	for _, c := range []struct {
+		name, last      string
+		prefill, decode int
+		notes           []string
+	}{
+		{"none at the end", "", 2, 2, nil},
+		{"one encodes", p + `,{"address":"e0","role":"encode"},` + d, 1, 1,
+			[]string{"1 engines that encode media are not played"}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			o, err := LoadRecorded(recorded(t, 3, 2, 1, snapshot(c.last)), "")
+			require.NoError(t, err)
+			config, _, notes := o.Fleet()
+			require.Equal(t, []int{c.prefill, c.decode, 0}, []int{config.Prefill, config.Decode, config.Both})
+			require.Subset(t, notes, c.notes)
+		})
+	}
+	r := recorded(t, 3, 2, 1)
+	for i := range r.Fleets[0].Pools[0].Engines {
+		r.Fleets[0].Pools[0].Engines[i].KV = 0
+	}
+	o, err := LoadRecorded(r, "")
+	require.NoError(t, err)
+	_, _, notes := o.Fleet()
+	require.Contains(t, notes, "engines did not say how much KV they keep: each has memory for 1000000 tokens here")
+	r.Fleets[0].Pools[0].Engines = nil
+	_, err = LoadRecorded(r, "")
+	require.ErrorContains(t, err, `what engines pool "chat" had`)
+}
+
+// Time between recordings in which a replica recorded nothing is said, also of the only one.
+func TestGapsAreNoted(t *testing.T) {
+	part := func(replica string, start, last float64) recording.Part {
+		return recording.Part{Header: recording.Header{Replica: replica, Start: start}, Last: last}
+	}
+	for name, c := range map[string]struct {
+		parts []recording.Part
+		notes []string
+	}{
+		"one":           {[]recording.Part{part("a", 5, 100)}, nil},
+		"restarted":     {[]recording.Part{part("a", 5, 100), part("a", 106, 200)}, nil},
+		"another day":   {[]recording.Part{part("a", 5, 100), part("a", 905, 1000)}, []string{`replica "a" recorded nothing for 800 s of 1000 s`}},
+		"two":           {[]recording.Part{part("a", 5, 100), part("b", 5, 100)}, nil},
+		"one came late": {[]recording.Part{part("a", 5, 100), part("b", 55, 100)}, []string{`replica "b" recorded nothing for 50 s of 100 s`}},
+		"one ended":     {[]recording.Part{part("a", 5, 40), part("b", 5, 100)}, []string{`replica "a" recorded nothing for 60 s of 100 s`}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			r := &recording.Recording{Header: c.parts[0].Header, Parts: c.parts}
+			notes := joined(r)
+			require.Len(t, notes, len(c.notes))
+			for i := range c.notes {
+				require.Contains(t, notes[i], c.notes[i])
+			}
+		})
+	}
 }
 
 func TestVariants(t *testing.T) {
