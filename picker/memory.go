@@ -10,17 +10,19 @@ import "tandem/kvstate"
 const twoCopies = 0.35
 
 // whole reports whether engines that serve both legs should serve whole requests, because two copies of the
-// conversations that are expected back do not fit into their memory.
+// conversations that are expected back do not fit into their memory. Engines that are out do not matter, nor do those
+// that encode media.
 func (t *terms) whole(v *kvstate.View) bool {
 	all := 0.0
 	for i := range v.Endpoints {
 		c := &v.Endpoints[i]
+		if !c.Usable || c.Endpoint.Role == kvstate.RoleEncode {
+			continue
+		}
 		if c.Memory == nil || !isBoth(c) || c.Used() != kvstate.RoleBoth {
 			return false
 		}
-		if c.Usable {
-			all += c.Memory.Tokens
-		}
+		all += c.Memory.Tokens
 	}
 	return v.Load.Live > twoCopies*all
 }

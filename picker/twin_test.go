@@ -201,10 +201,11 @@ func (w *twin) returns(i int, work float64) float64 {
 func (w *twin) whole() bool {
 	all := 0.0
 	for i, c := range w.v.Endpoints {
-		if c.Endpoint.Role != kvstate.RoleBoth || w.used(i) != kvstate.RoleBoth || c.Memory == nil {
+		switch {
+		case !c.Usable, c.Endpoint.Role == kvstate.RoleEncode:
+		case c.Endpoint.Role != kvstate.RoleBoth, w.used(i) != kvstate.RoleBoth, c.Memory == nil:
 			return false
-		}
-		if c.Usable {
+		default:
 			all += c.Memory.Tokens
 		}
 	}
