@@ -193,6 +193,15 @@ type routed struct {
 	adds    []Header // to each request that goes on
 	called  []string // clusters
 	firsts  []string // endpoints of calls that only have them looked up
+
+	explained string // the answer's header with the decision
+}
+
+func valueOf(h Header, name string) string {
+	if h.Name == name {
+		return h.Value
+	}
+	return ""
 }
 
 func (r *routed) Cluster() string { return "httproute/ns/chat/rule/0" }
@@ -365,6 +374,11 @@ func (c *client) Reset() {
 }
 
 func (c *client) SetResponseHeader(name, value string) {
+	if name == names.HeaderExplanation {
+		require.NotNil(c.tb, c.route)
+		c.explained = value
+		return
+	}
 	require.Equal(c.tb, "content-length", name)
 	c.length = value
 }
@@ -409,6 +423,7 @@ func (c *client) Answer(headers []Header, body []byte) {
 		if h.Name == ":status" {
 			c.status, _ = strconv.Atoi(h.Value)
 		}
+		c.explained += valueOf(h, names.HeaderExplanation)
 	}
 	c.reply = string(body)
 }

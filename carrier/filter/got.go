@@ -20,20 +20,32 @@ type got struct {
 
 // begins is called when an answer with these headers begins. It reports whether its tokens are counted.
 func (g *got) begins(f *Filter, header func(name string) string) bool {
-	if g.explained != "" {
-		f.envoy.SetMetadata(names.Decisions, explanation, g.explained)
+	if f.route != nil { // no header mutation makes a header of the metadata, or removes the engine's own
+		f.envoy.SetResponseHeader(names.HeaderExplanation, g.explained)
 	}
-	return f.s.Passes.Observer.Usage != nil && g.tokens.Begin(header(":status"), header("content-type"))
+	return g.counts(f, header)
 }
 
-// sends is begins for an answer that the filter sends by itself: Envoy shows it to no hook.
-func (g *got) sends(f *Filter, headers []Header) {
-	g.begins(f, func(name string) string {
+// sends is begins for an answer that the filter sends by itself: Envoy shows it to no hook. It returns the headers that
+// the client gets.
+func (g *got) sends(f *Filter, headers []Header) []Header {
+	g.counts(f, func(name string) string {
 		if i := slices.IndexFunc(headers, func(h Header) bool { return h.Name == name }); i >= 0 {
 			return headers[i].Value
 		}
 		return ""
 	})
+	if f.route != nil && g.explained != "" {
+		headers = append(headers, Header{names.HeaderExplanation, g.explained})
+	}
+	return headers
+}
+
+func (g *got) counts(f *Filter, header func(name string) string) bool {
+	if f.route == nil && g.explained != "" {
+		f.envoy.SetMetadata(names.Decisions, explanation, g.explained)
+	}
+	return f.s.Passes.Observer.Usage != nil && g.tokens.Begin(header(":status"), header("content-type"))
 }
 
 // Counted is called for a piece of an answer that is counted and goes to the client. It reports whether the next piece

@@ -343,8 +343,7 @@ func (f *Filter) answer(headers []Header, body []byte) {
 		return
 	}
 	f.state = journey.Answered
-	headers = append(headers, Header{"content-length", strconv.Itoa(len(body))})
-	f.got.sends(f, headers)
+	headers = f.got.sends(f, append(headers, Header{"content-length", strconv.Itoa(len(body))}))
 	f.got.tokens.Give(body, f.envoy.SetMetadataNumber)
 	f.envoy.Answer(headers, body)
 }

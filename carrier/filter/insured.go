@@ -187,8 +187,7 @@ func (in *Insured) begin() {
 	in.f.got.first = time.Since(in.f.began)
 	headers := append([]Header{{":status", strconv.Itoa(in.d.status)}}, slices.DeleteFunc(in.d.head,
 		func(h Header) bool { return h.Name == ":status" })...)
-	in.f.got.sends(in.f, headers)
-	in.f.envoy.SendHeaders(headers)
+	in.f.envoy.SendHeaders(in.f.got.sends(in.f, headers))
 	in.d.head = nil
 }
 

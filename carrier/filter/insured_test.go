@@ -17,6 +17,7 @@ import (
 
 	"tandem/extproc/journey"
 	"tandem/extproc/migration"
+	"tandem/extproc/names"
 	"tandem/extproc/pass"
 	"tandem/extproc/plan"
 )
@@ -86,6 +87,7 @@ func (c *client) SendHeaders(headers []Header) {
 			c.status, _ = strconv.Atoi(h.Value)
 		}
 		require.NotEqual(c.tb, "content-length", h.Name)
+		c.explained += valueOf(h, names.HeaderExplanation)
 	}
 }
 

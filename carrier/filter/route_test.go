@@ -50,6 +50,52 @@ func TestAnothersRoute(t *testing.T) {
 	}
 }
 
+// An operator who asks gets the decision in a header of the answer, whoever wrote that: no other filter makes a header of
+// the metadata there, or removes an engine's own.
+func TestTheDecisionOnAnothersRoute(t *testing.T) {
+	final := strings.Replace(answered, `"length"`, `"stop"`, 1)
+	for name, tt := range map[string]struct {
+		fleet   *fleet
+		prefill string // P's answer; "": one that D continues
+		body    string
+	}{
+		"D's":      {newFleet(t, always), "", chat},
+		"P's":      {newFleet(t, dialect("trtllm")), final, chat},
+		"a stream": {insuredFleet(t, longAfter), "", insuredChat},
+	} {
+		t.Run(name, func(t *testing.T) {
+			for _, token := range []string{"operator", "guess"} {
+				f := tt.fleet
+				f.Passes.Operator = func(token []byte) bool { return string(token) == "operator" }
+				c := newClient(t, f, func(at string, body []byte) engineAnswer {
+					if prefills(at) && tt.prefill != "" {
+						return engineAnswer{status: 200, body: tt.prefill}
+					}
+					return named(at, body)
+				}, tt.body)
+				c.route, c.explained = &Route{Strict: true}, "an engine's own"
+				if tt.prefill != "" || tt.body == insuredChat {
+					c.explained = "" // the filter leaves them out
+				}
+				c.SetHeader(names.HeaderExplain, token)
+				if tt.body == insuredChat {
+					c.play = func(u *startedLeg) { u.pieces = writes(t, len(c.legs), u.body) }
+					c.stream()
+				} else {
+					c.run()
+				}
+				require.Equal(t, 200, c.status, c.reply)
+				require.Equal(t, token == "operator", strings.HasPrefix(c.explained, `{"`), c.explained)
+				require.Equal(t, token == "guess", c.explained == "", c.explained)
+				if len(c.sent) > 0 {
+					require.Empty(t, c.header(names.HeaderExplain), "the token goes no further")
+				}
+				require.NotContains(t, c.told, explanation)
+			}
+		})
+	}
+}
+
 // A decode endpoint that the route's cluster lacks gets nothing, and is not chosen again for a while. The request begins
 // again on the route that it came on, although that has given it another path by then, and gets the route's headers
 // once.
