@@ -116,16 +116,18 @@ func Of(v *kvstate.View, p *picker.Policy, waiting float64) Fleet {
 	return f
 }
 
-// memory returns the tokens that endpoints keep, if each may serve either leg and reports it.
+// memory returns the tokens that endpoints keep, if each may serve either leg and reports it. Those that are out do not
+// matter, nor do those that encode media.
 func memory(v *kvstate.View) (sum float64) {
 	for i := range v.Endpoints {
 		c := &v.Endpoints[i]
+		if !c.Usable || c.Endpoint.Role == kvstate.RoleEncode {
+			continue
+		}
 		if c.Endpoint.Role != kvstate.RoleBoth || c.Memory == nil {
 			return 0
 		}
-		if c.Usable {
-			sum += c.Memory.Tokens
-		}
+		sum += c.Memory.Tokens
 	}
 	return sum
 }

@@ -260,8 +260,10 @@ func TestMemoryOfAView(t *testing.T) {
 	both := kvstate.Candidate{Endpoint: spec(kvstate.RoleBoth), Usable: true, Memory: m}
 	out, unknown, fixed := both, both, both
 	out.Usable, unknown.Memory, fixed.Endpoint = false, nil, spec(kvstate.RoleDecode)
+	loads, encodes := out, both // loads: its model, and has said nothing yet
+	loads.Memory, encodes.Memory, encodes.Endpoint = nil, nil, spec(kvstate.RoleEncode)
 	for want, all := range map[float64][]kvstate.Candidate{
-		1e6: {both, out}, 2e6: {both, both}, 0: {both, unknown},
+		1e6: {both, out, loads, encodes}, 2e6: {both, both}, 0: {both, unknown},
 	} {
 		require.InDelta(t, want, memory(&kvstate.View{Endpoints: all}), 0)
 	}
