@@ -245,7 +245,8 @@ func (l *requestLine) request() (Request, error) {
 	switch {
 	case err != nil || len(hashes)%hashBytes != 0:
 		return q, errors.New("blocks are not hashes")
-	case q.N == 0 || q.On >= q.N || q.Same < 0 || q.Same > maxBlocks || q.Bytes < 0 || q.T < 0 || q.T > 1e9:
+	case q.N == 0 || q.On >= q.N || q.Same < 0 || q.Same > maxBlocks || q.Bytes < 0 || q.T < 0 ||
+		max(q.T, q.Gap) > 1e9:
 		return q, errors.New("a request that cannot be")
 	case max(q.Prompt, q.Cached, q.Answer) > maxTokens || min(q.Prompt, q.Cached, q.Answer) < -1:
 		return q, errors.New("a number of tokens that cannot be")

@@ -56,6 +56,7 @@ func TestRefused(t *testing.T) {
 		header + `{"n":0}`:                     "cannot be",
 		header + `{"n":1,"on":1}`:              "cannot be",
 		header + `{"n":1,"same":99999}`:        "cannot be",
+		header + `{"n":2,"on":1,"gap":1e300}`:  "cannot be",
 		header + `{"n":1,"prompt":1e9}`:        "json",
 		header + `{"n":1,"answer":1000000000}`: "tokens",
 		header + `{"n":1,"took":-1}`:           "below 0",

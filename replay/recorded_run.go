@@ -49,8 +49,8 @@ func firstTokens(sorted []float64) []float64 {
 // recordedWarm is the part of a recording whose requests do not count: caches are empty when the replay begins.
 const recordedWarm = .1
 
-// counts reports whether a request that came at a moment counts.
-func (o *Recorded) counts(at float64) bool { return at >= recordedWarm*o.Seconds }
+// counts reports whether a request that came at a moment counts. If all came within a second, all do.
+func (o *Recorded) counts(at float64) bool { return at >= recordedWarm*o.Seconds || o.Seconds <= 1 }
 
 // Measured returns how the fleet really did.
 func (o *Recorded) Measured(c *Config) *RecordedResult {
@@ -66,7 +66,7 @@ func (o *Recorded) Measured(c *Config) *RecordedResult {
 		q := t.Was
 		waits = append(waits, q.Waited)
 		if q.Cached >= 0 {
-			prompt, cached = prompt+float64(q.Prompt), cached+float64(q.Cached)
+			prompt, cached = prompt+float64(q.Prompt), cached+float64(min(q.Cached, q.Prompt))
 		}
 		if q.First == 0 || q.Ended != "ok" {
 			continue
@@ -149,7 +149,11 @@ func RunRecorded(ctx context.Context, name string, c Config, o *Recorded, host, 
 	if c.Progress != nil {
 		c.Progress(int(last)+1, int(last)+1)
 	}
-	return p.result(), nil
+	r := p.result()
+	if r.Requests == 0 {
+		return nil, errors.New("no request was played in the time that counts, which is all but the first tenth")
+	}
+	return r, nil
 }
 
 // look notes how much of the KV memory is used.
@@ -295,7 +299,8 @@ func (p *recordedPlayer) result() *RecordedResult {
 		answers += j.endAt - j.firstAt
 		waits = append(waits, max(j.boundAt-j.Arrival, 0))
 		prompt, cached, again = prompt+j.Input, cached+x.cached, again+x.again
-		if ttft <= p.config.TTFT && tpot <= p.config.TPOT && !j.refused() {
+		fits := float64(j.Input+j.Output) <= p.config.Engine.KVTokens // else an engine refuses it
+		if ttft <= p.config.TTFT && tpot <= p.config.TPOT && !j.refused() && fits {
 			good++
 		}
 	}

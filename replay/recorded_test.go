@@ -206,6 +206,46 @@ func TestFleetThatWas(t *testing.T) {
 	require.ErrorContains(t, err, `what engines pool "chat" had`)
 }
 
+// What no engine of a fleet can take does not keep the promise, and nothing is said of no requests.
+func TestWhatCannotBePlayed(t *testing.T) {
+	o, err := LoadRecorded(recorded(t, 20, 2, 1), "")
+	require.NoError(t, err)
+	now, _ := o.Variant()
+	kept := func(what string) (*RecordedResult, error) {
+		v, err := now.With(what)
+		require.NoError(t, err)
+		return v.Play(t.Context(), o)
+	}
+	r, err := kept("kv:50000")
+	require.NoError(t, err)
+	require.InDelta(t, 1, r.Kept, 0)
+	r, err = kept("kv:5000") // the first turns have 4,146 tokens, the second ones 6,194
+	require.NoError(t, err)
+	require.InDelta(t, .5, r.Kept, .1)
+	r, err = kept("kv:100")
+	require.NoError(t, err)
+	require.Zero(t, r.Kept)
+	_, err = kept("load:.001")
+	require.ErrorContains(t, err, "no request was played")
+}
+
+// Of a recording whose requests came at one moment all count.
+func TestAllAtOnce(t *testing.T) {
+	all := recorded(t, 20, 1, 1)
+	for i := range all.Requests {
+		all.Requests[i].T, all.Requests[i].Cached = 7, 1e6
+	}
+	o, err := LoadRecorded(all, "")
+	require.NoError(t, err)
+	now, _ := o.Variant()
+	r, err := now.Play(t.Context(), o)
+	require.NoError(t, err)
+	require.Equal(t, 20, r.Requests)
+	was := o.Measured(&now.Config)
+	require.Equal(t, 20, was.Requests)
+	require.InDelta(t, 1, was.Cached, 0, "more than all of a prompt is not in a cache")
+}
+
 // Time between recordings in which a replica recorded nothing is said, also of the only one.
 func TestGapsAreNoted(t *testing.T) {
 	part := func(replica string, start, last float64) recording.Part {
