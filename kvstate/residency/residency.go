@@ -107,6 +107,7 @@ type Engine struct {
 	summary        atomic.Pointer[Memory]
 	at             float64 // of the summary
 	outdated, left bool
+	asked          *place // of the conversation for which [Table.Limit] was called last, if it has one here
 }
 
 // common is a beginning that conversations share.
@@ -473,17 +474,17 @@ func (t *Table) Limit(last [2]uint64, n int, hit func(i int) (*Engine, *int)) {
 		return
 	}
 	blocksEach := float64(c.length) / c.tokens
+	for p := c.places; p != nil; p = p.also {
+		p.at.asked = p
+	}
 	for i := range n {
 		e, blocks := hit(i)
 		if e == nil || *blocks == 0 || e.capacity <= 0 {
 			continue
 		}
 		kept := e.commons[c.common].tokens
-		for p := c.places; p != nil; p = p.also {
-			if p.at == e {
-				kept += p.tokens
-				break
-			}
+		if p := e.asked; p != nil && p.of == c && p.at == e {
+			kept += p.tokens
 		}
 		*blocks = min(*blocks, int(math.Ceil(kept*blocksEach)))
 	}

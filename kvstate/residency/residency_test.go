@@ -4,6 +4,7 @@ import (
 	"math"
 	"math/rand/v2"
 	"slices"
+	"strconv"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -575,4 +576,21 @@ func TestWhatConversationsNeed(t *testing.T) {
 	require.Equal(t, 10, r.Known)
 	require.InDelta(t, 30_000, r.Needs, 3_000)
 	require.InDelta(t, 600, f.keep, 450)
+}
+
+// A prompt that every engine has had, as of a benchmark, costs as much for each engine as any other.
+func BenchmarkLimitEverywhere(b *testing.B) {
+	for _, n := range []int{100, 1000} {
+		b.Run(strconv.Itoa(n), func(b *testing.B) {
+			f := newFleet(slices.Repeat([]float64{1e6}, n)...)
+			for at := range n {
+				f.turn(at, 1, 20, float64(at))
+			}
+			hits := make([]int, n)
+			last := [2]uint64{prompt(1, 20)[19], prompt(1, 20)[19]}
+			for b.Loop() {
+				f.Limit(last, n, func(i int) (*Engine, *int) { hits[i] = 20; return f.engines[i], &hits[i] })
+			}
+		})
+	}
 }
