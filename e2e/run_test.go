@@ -129,6 +129,9 @@ func TestRun(t *testing.T) {
 	shown, err := exec.Command("bash", "-c", went[1]).CombinedOutput() // in another folder, by a shell that does not know tandem
 	require.NoError(t, err, "%s: %s", went[1], shown)
 	require.Regexp(t, `200 .* split +`+regexp.QuoteMeta(p)+" +"+regexp.QuoteMeta(d), string(shown))
+	used, err := tandemRun(t, dir, "--engine", "http://"+p).CombinedOutput() // it would take over what runs
+	require.Error(t, err)
+	require.Contains(t, string(used), "tandem.yaml is the configuration of a Tandem that runs: end that one, or name another file")
 	r.end(t)
 
 	file := filepath.Join(dir, "tandem.yaml")

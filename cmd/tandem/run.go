@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"crypto/sha256"
 	"errors"
 	"fmt"
 	"io"
@@ -11,6 +12,7 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
+	"syscall"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -77,7 +79,9 @@ func (r *runner) run(ctx context.Context) error {
 		}
 		r.o.Inside = true
 	}
-	if err := r.configure(ctx); err != nil {
+	release, used := claim(r.file)
+	defer release()
+	if err := r.configure(ctx, used); err != nil {
 		return err
 	}
 	cfg, models, err := r.check(ctx)
@@ -98,8 +102,9 @@ func (r *runner) run(ctx context.Context) error {
 	return r.untilOneEnds(ctx)
 }
 
-// configure asks the engines that were named, and writes the configuration that follows from their answers.
-func (r *runner) configure(ctx context.Context) error {
+// configure asks the engines that were named, and writes the configuration that follows from their answers, unless it is
+// used: a Tandem that runs would at once send its clients' requests to these engines.
+func (r *runner) configure(ctx context.Context, used bool) error {
 	var engines []proposal.Engine
 	for _, named := range []struct {
 		role string
@@ -121,6 +126,9 @@ func (r *runner) configure(ctx context.Context) error {
 		return nil
 	}
 	engines = proposal.Merge(engines)
+	if used {
+		return fmt.Errorf("%s is the configuration of a Tandem that runs: end that one, or name another file to write with -f", r.file)
+	}
 	if err := mayWrite(r.file); err != nil {
 		return err
 	}
@@ -149,6 +157,20 @@ func mayWrite(file string) error {
 	}
 	return fmt.Errorf("%s is yours, and is not overwritten: `tandem run -f %s` without engines starts with it, -f names "+
 		"another file to write", file, file)
+}
+
+// claim marks a configuration as used until release is called or this process ends. used: another process does already.
+func claim(file string) (release func(), used bool) {
+	path, err := filepath.Abs(file)
+	if err != nil {
+		return func() {}, false
+	}
+	// An abstract socket ends with its process, and stays if an editor puts another file in place of this one.
+	l, err := net.Listen("unix", fmt.Sprintf("@tandem/%x", sha256.Sum256([]byte(path)))) //nolint:noctx // it does not block
+	if err != nil {
+		return func() {}, errors.Is(err, syscall.EADDRINUSE)
+	}
+	return func() { _ = l.Close() }, false
 }
 
 // choosePorts fills in the addresses: the configuration's defaults, or the next ports that are free.

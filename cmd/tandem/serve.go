@@ -100,6 +100,8 @@ func serve(
 	if config.Inside(cfg) {
 		return fmt.Errorf("%s: envoy.run is inside: Envoy loads Tandem itself, with what `tandem envoy` prints", file)
 	}
+	release, _ := claim(file) // of several replicas with this file the first has it
+	defer release()
 	return beside.Serve(ctx, file, cfg, set, log)
 }
 
