@@ -157,6 +157,27 @@ func TestRun(t *testing.T) {
 	require.Equal(t, mine, string(kept))
 }
 
+// Engines that want a key get it from Tandem, and from the client that pastes what `tandem run` prints. One engine alone is
+// served, too, and the reader is told that nothing will be split.
+func TestRunWithKey(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	require.NoError(t, os.WriteFile(filepath.Join(dir, "engine.key"), []byte("secret\n"), 0o600))
+	e := startSim(t, nil, "--role", "both", "--model", "tiny", "--api-key", "secret")
+	out, err := tandemRun(t, dir, "--engine", e).CombinedOutput()
+	require.Error(t, err)
+	require.Contains(t, string(out), "tandem run: --api-key-file")
+	r := runTandem(t, dir, "--engine", e, "--api-key-file", "engine.key")
+	require.Contains(t, r.said, "pool default has one engine, so none of its requests is split")
+	curls := regexp.MustCompile(`(?m)^  curl .*\n.*\n`).FindAllString(r.said, -1)
+	require.Len(t, curls, 2)
+	for _, curl := range curls {
+		out, err := exec.Command("bash", "-c", strings.Replace(curl, "curl ", "curl -sf ", 1)).CombinedOutput()
+		require.NoError(t, err, "%s%s", curl, out)
+	}
+	r.end(t)
+}
+
 // Engines that cannot work together are refused with what helps, and nothing is started.
 func TestRunRefuses(t *testing.T) {
 	t.Parallel()
@@ -178,7 +199,7 @@ func TestRunRefuses(t *testing.T) {
 		"the role of another one": {[]string{"--prefill", d, "--decode", p}, "kv_role"},
 		"a path":                  {[]string{"--engine", p + "/v2"}, "an engine has a scheme, a host and a port, and nothing else: http://" + p},
 		"no engine":               {nil, "name the engines (--prefill URL --decode URL, or --engine URL for those that do both)"},
-		"no Envoy":                {[]string{"--engine", p, "--envoy", "/nowhere"}, "no Envoy found"},
+		"no Envoy":                {[]string{"--engine", p, "--envoy", "/nowhere"}, "no Envoy found at /nowhere, which --envoy or ENVOY names"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			dir := t.TempDir()

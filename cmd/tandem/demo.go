@@ -25,7 +25,7 @@ func newDemo() *cobra.Command {
 	var envoyPath, simPath, listen, library string
 	var stay bool
 	c := &cobra.Command{
-		Use: "demo", Short: "Bring everything up on this machine and send real requests", Args: cobra.NoArgs,
+		Use: "demo", Short: "Bring everything up on this machine and send real requests", Args: arguments(0),
 		RunE: func(c *cobra.Command, _ []string) error {
 			return demo(c.Context(), envoyPath, simPath, listen, library, stay, c.OutOrStdout())
 		},
@@ -52,7 +52,7 @@ func demo(ctx context.Context, envoyPath, simPath, listen, library string, stay 
 		fmt.Fprintf(stdout, "\nStill running: OpenAI API at %s/v1, page and metrics at %s, logs in %s. "+
 			"In another terminal:\n\n"+
 			"%s\n  %s status --admin %s\n  %s replay --recording %s --advise 4\n\nCtrl-C ends everything.\n",
-			d.url, d.admin, d.group.dir, curl(d.url, "tiny", `Hello`), d.self, strings.TrimPrefix(d.admin, "http://"),
+			d.url, d.admin, d.group.dir, curl(d.url, "", "tiny", `Hello`), d.self, strings.TrimPrefix(d.admin, "http://"),
 			d.self, d.recordings())
 		<-ctx.Done()
 	}
@@ -81,11 +81,16 @@ func (d *demonstration) find(envoyPath, simPath, library string) (err error) {
 		return fmt.Errorf("finding this program: %w", err)
 	}
 	beside := filepath.Dir(d.self)
-	d.envoy = findEnvoy(envoyPath, beside)
-	d.sim = firstProgram(simPath, filepath.Join(beside, "enginesim"), "enginesim")
+	if d.envoy, err = findEnvoy(envoyPath, beside); err != nil {
+		return err
+	}
+	d.sim = firstProgram(filepath.Join(beside, "enginesim"), "enginesim")
+	if simPath != "" {
+		if d.sim, err = namedProgram("enginesim", simPath, "--enginesim"); err != nil {
+			return err
+		}
+	}
 	switch {
-	case d.envoy == "":
-		return errNoEnvoy
 	case d.sim == "":
 		return errors.New("no enginesim found beside tandem: run make build")
 	case library != "":

@@ -25,7 +25,7 @@ func newEnvoy() *cobra.Command {
 	var xds, check bool
 	var o envoyconfigs.ModuleOptions
 	c := &cobra.Command{
-		Use: "envoy", Short: "Print the Envoy bootstrap that belongs to a configuration", Args: cobra.NoArgs,
+		Use: "envoy", Short: "Print the Envoy bootstrap that belongs to a configuration", Args: arguments(0),
 		RunE: func(c *cobra.Command, _ []string) error {
 			if check || resources != "" {
 				return checkLive(c.Context(), c.InOrStdin(), c.OutOrStdout(), whose, resources, o)

@@ -74,18 +74,30 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	add("watch", newStatus(), newRequests(), newExplain())
 	add("order", newDrain(), newPause(true), newPause(false), newWeights(), newRecord())
 	add("try", newDemo(), newReplay(), newProfile())
-	root.AddCommand(&cobra.Command{Use: "schema", Short: "Print the JSON Schema of the configuration, for editors", Args: cobra.NoArgs,
+	root.AddCommand(&cobra.Command{Use: "schema", Short: "Print the JSON Schema of the configuration, for editors", Args: arguments(0),
 		RunE: func(c *cobra.Command, _ []string) error {
 			_, err := c.OutOrStdout().Write(docs.Schema)
 			return err
 		}})
-	root.AddCommand(&cobra.Command{Use: "version", Short: "Print the version", Args: cobra.NoArgs, Run: func(c *cobra.Command, _ []string) {
+	root.AddCommand(&cobra.Command{Use: "version", Short: "Print the version", Args: arguments(0), Run: func(c *cobra.Command, _ []string) {
 		fmt.Fprintln(c.OutOrStdout(), "tandem", version())
 	}})
+	root.PersistentPreRunE = func(c *cobra.Command, _ []string) error { return belong(c.Flags()) }
 	root.SetArgs(doubleDashes(root, args))
 	root.SetOut(stdout)
 	root.SetErr(stderr)
 	return root.ExecuteContext(ctx)
+}
+
+// belong refuses a flag that does nothing without another one, whose usage begins with "of --other".
+func belong(flags *pflag.FlagSet) (err error) {
+	flags.Visit(func(f *pflag.Flag) {
+		other, ok := strings.CutPrefix(f.Usage, "of --")
+		if other = strings.TrimRight(strings.SplitN(other, " ", 2)[0], ":"); ok && !flags.Changed(other) {
+			err = fmt.Errorf("--%s belongs to --%s, which is not there", f.Name, other)
+		}
+	})
+	return err
 }
 
 // doubleDashes turns -name into --name where a command has such a flag: earlier releases took both.

@@ -33,7 +33,7 @@ func arguments(n int, names ...string) cobra.PositionalArgs {
 		case len(args) < n:
 			return fmt.Errorf("%s is missing\nUsage: %s (%s --help explains)", names[len(args)], c.UseLine(), c.CommandPath())
 		case len(args) > len(names):
-			return fmt.Errorf("unexpected argument %q\nUsage: %s", args[len(names)], c.UseLine())
+			return fmt.Errorf("unexpected argument %q\nUsage: %s (%s --help explains)", args[len(names)], c.UseLine(), c.CommandPath())
 		}
 		return nil
 	}

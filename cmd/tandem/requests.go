@@ -17,7 +17,12 @@ func newRequests() *cobra.Command {
 	n, failed, slow, search := 0, false, false, ""
 	c := &cobra.Command{
 		Use: "requests", Short: "List the latest requests: where each went, and why it was not split",
-		Args: cobra.NoArgs,
+		Args: func(c *cobra.Command, args []string) error {
+			if len(args) > 0 {
+				return fmt.Errorf("unexpected argument %q: `tandem explain REQUEST_ID` shows one request, --search TEXT finds some", args[0])
+			}
+			return nil
+		},
 		Long: "List the latest requests, newest first: where each went, and in brackets why it was not split.\n" +
 			"tokens is the prompt's length as prefill counted it, ~ an estimate. hop 1 is the time of prefill (as\n" +
 			"expected), hop 2 that of decode. 2nd plan: a hop failed, and the request was planned again.\n" +

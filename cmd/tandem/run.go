@@ -40,7 +40,7 @@ type runner struct {
 func newRun() *cobra.Command {
 	r := &runner{group: programs{http: &http.Client{Timeout: 5 * time.Second}}}
 	c := &cobra.Command{
-		Use: "run [--prefill URL]... [--decode URL]...", Short: "Start Tandem and Envoy in front of engines that run", Args: cobra.NoArgs,
+		Use: "run [--prefill URL]... [--decode URL]...", Short: "Start Tandem and Envoy in front of engines that run", Args: arguments(0),
 		Long: "Ask the engines what they are, write the configuration that follows, and start Tandem and Envoy with it, until\n" +
 			"Ctrl-C. Without engines, the configuration is the file's.",
 		Example: "  tandem run --prefill http://10.0.1.1:8000 --decode http://10.0.2.1:8000",
@@ -69,9 +69,12 @@ func (r *runner) run(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("finding this program: %w", err)
 	}
-	envoy := findEnvoy(r.envoyPath, filepath.Dir(self))
-	if envoy == "" {
-		return errNoEnvoy
+	if _, err := logger(io.Discard, r.level, "text"); err != nil {
+		return err
+	}
+	envoy, err := findEnvoy(r.envoyPath, filepath.Dir(self))
+	if err != nil {
+		return err
 	}
 	if r.library != "" {
 		if err := r.group.loadLibrary(r.library); err != nil {
@@ -126,6 +129,13 @@ func (r *runner) configure(ctx context.Context, used bool) error {
 		return nil
 	}
 	engines = proposal.Merge(engines)
+	if r.o.KeyFile != "" { // the configuration may be served from another folder
+		path, err := filepath.Abs(r.o.KeyFile)
+		if err != nil {
+			return fmt.Errorf("--api-key-file: %w", err)
+		}
+		r.o.KeyFile = path
+	}
 	if used {
 		return fmt.Errorf("%s is the configuration of a Tandem that runs: end that one, or name another file to write with -f", r.file)
 	}
@@ -230,6 +240,11 @@ func (r *runner) check(ctx context.Context) (*configv1.Config, []string, error) 
 			return nil, nil, fmt.Errorf("%s: %s: %w", r.file, setting, err)
 		}
 	}
+	for _, p := range cfg.GetPools() {
+		if len(p.GetEndpoints()) == 1 && p.GetDiscovery() == nil {
+			fmt.Fprintf(r.stdout, "pool %s has one engine, so none of its requests is split\n", p.GetName())
+		}
+	}
 	return cfg, report.Models(), nil
 }
 
@@ -287,7 +302,7 @@ func (r *runner) say(self string, cfg *configv1.Config, models []string) {
 	if err != nil {
 		file = r.file
 	}
-	model, also := "MODEL", ""
+	model, also, key := "MODEL", "", cfg.GetPools()[0].GetApiKeyFile()
 	if len(models) > 0 {
 		model = models[0]
 	}
@@ -297,17 +312,20 @@ func (r *runner) say(self string, cfg *configv1.Config, models []string) {
 	fmt.Fprintf(r.stdout, "\nTandem and Envoy run. OpenAI and Anthropic API: %s/v1\nPage: %s\nConfiguration: %s (changes take "+
 		"effect when it is saved)\nEnvoy's bootstrap and log: %s\n\nA short request, and one with a long prompt%s:\n\n%s\n%s\n"+
 		"Where they went:\n\n  %s requests -f %s\n\nCtrl-C ends both.\n", r.url(cfg), r.page(cfg), file, r.group.dir, also,
-		curl(r.url(cfg), model, "Hello"), curl(r.url(cfg), model, "$(seq -s ' ' 1 1500)"), self, file)
+		curl(r.url(cfg), key, model, "Hello"), curl(r.url(cfg), key, model, "$(seq -s ' ' 1 1500)"), self, file)
 }
 
-// curl is a request that can be pasted into a shell.
-func curl(url, model, content string) string {
+// curl is a request that can be pasted into a shell. key: the file of the engines' API key, or "".
+func curl(url, key, model, content string) string {
 	body := fmt.Sprintf(`{"model":%q,"messages":[{"role":"user","content":%q}],"max_tokens":16}`, model, content)
 	quoted := "'" + body + "'"
 	if strings.Contains(content, "$") {
 		quoted = `"` + strings.ReplaceAll(body, `"`, `\"`) + `"`
 	}
-	return fmt.Sprintf("  curl %s/v1/chat/completions -H 'content-type: application/json' \\\n    -d %s\n", url, quoted)
+	if key != "" {
+		key = fmt.Sprintf(" -H \"authorization: Bearer $(cat %q)\"", key)
+	}
+	return fmt.Sprintf("  curl %s/v1/chat/completions -H 'content-type: application/json'%s \\\n    -d %s\n", url, key, quoted)
 }
 
 // untilOneEnds waits for ctx, which is how this command is meant to end, or for the end of Tandem or Envoy.

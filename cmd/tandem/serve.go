@@ -25,7 +25,7 @@ func newServe() *cobra.Command {
 	var check, live bool
 	set := replica.Settings{Release: version()}
 	c := &cobra.Command{
-		Use: "serve", Short: "Run the server, or check its configuration", Args: cobra.NoArgs,
+		Use: "serve", Short: "Run the server, or check its configuration", Args: arguments(0),
 		Long: "Run the server until SIGTERM, then let streams finish. Changes of the file take effect while it runs.\n" +
 			"With --check, validate the configuration, report all errors, and exit.",
 		RunE: func(c *cobra.Command, _ []string) error {
@@ -108,7 +108,7 @@ func serve(
 func logger(w io.Writer, level, format string) (*slog.Logger, error) {
 	var l slog.Level
 	if err := l.UnmarshalText([]byte(level)); err != nil {
-		return nil, fmt.Errorf("--log: %w", err)
+		return nil, fmt.Errorf("--log: %q is not one of debug, info, warn, error", level)
 	}
 	o := &slog.HandlerOptions{Level: l}
 	switch format {

@@ -33,7 +33,7 @@ func newStatus() *cobra.Command {
 	var a adminClient
 	var watch, asJSON bool
 	c := &cobra.Command{
-		Use: "status", Short: "Show endpoints, flow, rates and the latest requests", Args: cobra.NoArgs,
+		Use: "status", Short: "Show endpoints, flow, rates and the latest requests", Args: arguments(0),
 		RunE: func(c *cobra.Command, _ []string) error {
 			if asJSON {
 				a.output = "json"

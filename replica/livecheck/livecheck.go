@@ -198,8 +198,8 @@ func askEngine(
 	switch {
 	case a.info.Refused == 0:
 	case engine.KeyFile == "":
-		a.report(at+".apiKeyFile", "is missing: GET /v1/models is %d (%s), so the engine wants an API key; without it "+
-			"Tandem knows neither its models nor its adapters", a.info.Refused, http.StatusText(a.info.Refused))
+		a.report(at+".apiKeyFile", "is missing: GET /v1/models is %d (%s), so the engine wants an API key: name its file "+
+			"(tandem run: --api-key-file); without it Tandem knows neither its models nor its adapters", a.info.Refused, http.StatusText(a.info.Refused))
 	default:
 		a.report(at+".apiKeyFile", "GET /v1/models is %d (%s) with the key in %s: put the engine's own key there",
 			a.info.Refused, http.StatusText(a.info.Refused), engine.KeyFile)
@@ -254,6 +254,9 @@ func Health(ctx context.Context, client *enginehttp.Client, e *kvstate.Endpoint)
 		why = err.Error()
 		if of := (*url.Error)(nil); errors.As(err, &of) { // it repeats the address
 			why = of.Err.Error()
+		}
+		if errors.Is(err, context.DeadlineExceeded) {
+			why = fmt.Sprintf("no answer within %v", timeout)
 		}
 	}
 	return fmt.Sprintf("GET %s://%s/health: %s; start the engine, or correct the address or the scheme",

@@ -126,7 +126,7 @@ func TestCheckLiveKeys(t *testing.T) {
 	}
 	wrong := key("other")
 	for more, want := range map[string]string{
-		"": "pools[0].endpoints[0].apiKeyFile: is missing: GET /v1/models is 401 (Unauthorized), so the engine wants an API key; " +
+		"": "pools[0].endpoints[0].apiKeyFile: is missing: GET /v1/models is 401 (Unauthorized), so the engine wants an API key: name its file (tandem run: --api-key-file); " +
 			"without it Tandem knows neither its models nor its adapters",
 		", apiKeyFile: " + wrong: "pools[0].endpoints[0].apiKeyFile: GET /v1/models is 401 (Unauthorized) with the key in " + wrong +
 			": put the engine's own key there",

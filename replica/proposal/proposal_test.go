@@ -150,7 +150,7 @@ func TestWriteRefuses(t *testing.T) {
 		"two dialects fit":      {[]Engine{vllm("prefill", connector("MoRIIOConnector")), vllm("decode", nothing)}, "may be moriio or moriio-read"},
 		"two dialects":          {[]Engine{vllm("prefill", connector("NixlConnector")), vllm("decode", connector("MooncakeConnector"))}, "speak one dialect"},
 		"two kinds of engine":   {[]Engine{vllm("prefill", connector("NixlConnector")), vllm("decode", func(i *enginefacts.Info) { i.Mode = "decode" })}, "decode:8000 needs sglang (SGLang)"},
-		"no model in common":    {[]Engine{vllm("prefill", nothing), vllm("decode", func(i *enginefacts.Info) { i.Models = []string{"other"} })}, "of the engines with m: no engine decodes"},
+		"no model in common":    {[]Engine{vllm("prefill", nothing), vllm("decode", func(i *enginefacts.Info) { i.Models = []string{"other"} })}, "of the engines with m: no engine decodes: name one with --decode, or with --engine if it does both (prefill:8000 serves m, decode:8000 serves other)"},
 		"none in common by two": {[]Engine{vllm("prefill", nothing), vllm("decode", serves("m", "n")), vllm("", serves("n"))}, "engine:8000 serves n"},
 		"one says no model":     {[]Engine{vllm("prefill", nothing), vllm("decode", serves()), vllm("", serves("n"))}, "decode:8000 does not say which models it serves"},
 		"one transfer, one not": {[]Engine{vllm("", connector("")), vllm("decode", connector("NixlConnector"))}, "speak one dialect"},

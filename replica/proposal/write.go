@@ -59,7 +59,7 @@ func Write(engines []Engine, o Options) (string, error) {
 		}
 		names[name] = true
 		if err := writePool(&b, name, models, g, o); err != nil {
-			return "", fmt.Errorf("of the engines with %s: %w", words.Plain(models[0]), err)
+			return "", fmt.Errorf("of the engines with %s: %w (%s)", words.Plain(models[0]), err, serving(engines))
 		}
 	}
 	return b.String(), nil
@@ -165,14 +165,19 @@ func shares(a, b []string) bool {
 
 // noModel is the error of engines that are connected by their models, and have none in common.
 func noModel(engines []Engine) error {
+	return fmt.Errorf("no model is served by all engines: %s; start them with the same --served-model-name, or write "+
+		"a configuration with a pool for each model", serving(engines))
+}
+
+// serving says which models each engine serves.
+func serving(engines []Engine) string {
 	var serve []string
 	for i := range engines {
 		if models := engines[i].Info.Models; len(models) > 0 {
 			serve = append(serve, engines[i].Address+" serves "+words.Plain(strings.Join(models, ", ")))
 		}
 	}
-	return fmt.Errorf("no model is served by all engines: %s; start them with the same --served-model-name, or write "+
-		"a configuration with a pool for each model", strings.Join(serve, ", "))
+	return strings.Join(serve, ", ")
 }
 
 // common returns the models that all engines serve that list theirs.
