@@ -147,7 +147,8 @@ func (a *Advisor) Next(now time.Time, f *Fleet, whole bool) Advice {
 	said.TTFT, said.TPOT, said.Engines = f.Promise.TTFT, f.Promise.TPOT, n.Engines
 	said.Prompts, said.Answers, said.Why = n.Prompts, n.Answers, w.Why.String()
 	lo, hi := a.over(settle, func(r *reading) float64 { return float64(r.prefills) })
-	said.Prefill = min(max(said.Prefill, int(lo)), int(hi), w.Prefills+w.Decodes)
+	// When engines fail, the numbers of the last minute may be all that are left: somebody has to write answers.
+	said.Prefill = min(max(said.Prefill, int(lo)), int(hi), w.Prefills+w.Decodes-min(w.Decodes, 1))
 	said.Decode = w.Prefills + w.Decodes - said.Prefill
 	if now.Sub(a.began) < settle {
 		return *said
@@ -201,7 +202,7 @@ func (a *Advice) Sentence() (s string, short bool) {
 	case decode > 0:
 		who = fmt.Sprintf("decode is short by %d: ", decode)
 	case !a.Either && a.WantedPrefill > 0 && a.Prefill > 0 && a.Prefill != a.Prefills:
-		s = fmt.Sprintf(", and %d and %d of those that are there would be faster", a.Prefill, a.Decode)
+		s = fmt.Sprintf(", and of those that are there %d for prefill and %d for decode would be faster", a.Prefill, a.Decode)
 	case prefill == 0 && decode == 0:
 		return "", false
 	}

@@ -136,6 +136,16 @@ func TestAdvisor(t *testing.T) {
 	require.Equal(t, []string{"4+8"}, changes, "what one engine in four serves says nothing")
 
 	a = Advisor{}
+	advised(&a, &now, false, 2*time.Minute, func() Fleet { return loaded(2, 2, 3, 1000) })
+	_, last = advised(&a, &now, false, 6*time.Second, func() Fleet {
+		f := loaded(2, 2, 3, 1000)
+		f.Engines[0].Usable, f.Engines[2].Usable = false, false
+		return f
+	})
+	require.Equal(t, 1, last.Prefill, "one of each has failed, and answers need the other one")
+	require.Equal(t, 1, last.Decode)
+
+	a = Advisor{}
 	changes, last = advised(&a, &now, true, 2*time.Minute, steady(2.5, 8000))
 	require.Equal(t, []string{"0+6"}, changes, "without legs decode computes all prompts")
 	require.Equal(t, "6 would serve this", first(last.Sentence()))
@@ -219,7 +229,7 @@ func TestSentence(t *testing.T) {
 		{Advice{Engines: either, WantedPrefill: 1, WantedDecode: 1}, "1 for prefill and 1 for decode would serve this", false},
 		{Advice{Engines: have(4, 4), WantedPrefill: 2, WantedDecode: 4, Prefill: 4, Decode: 4}, "2 for prefill and 4 for decode would serve this", false},
 		{Advice{Engines: have(4, 4), WantedPrefill: 2, WantedDecode: 4, Prefill: 3, Decode: 5},
-			"2 for prefill and 4 for decode would serve this, and 3 and 5 of those that are there would be faster", false},
+			"2 for prefill and 4 for decode would serve this, and of those that are there 3 for prefill and 5 for decode would be faster", false},
 	} {
 		got, short := c.a.Sentence()
 		require.Equal(t, c.want, got)
