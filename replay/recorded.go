@@ -154,7 +154,8 @@ func (o *Recorded) skips(q *recording.Request) string {
 	return ""
 }
 
-// disturbed notes what the replay does not play: engines that came, went and were out, and load that came past Tandem.
+// disturbed notes what the replay does not play as it was: engines that came, went and were out, some roles, and load
+// that came past Tandem.
 func (o *Recorded) disturbed(r *recording.Recording, pool string) {
 	out, outside, snapshots := map[string]bool{}, 0.0, 0
 	last := len(o.Pool.Engines)
@@ -175,6 +176,16 @@ func (o *Recorded) disturbed(r *recording.Recording, pool string) {
 				outside += float64(e.Outside)
 			}
 		}
+	}
+	roles := map[string]int{}
+	for _, e := range o.Pool.Engines {
+		roles[e.Role]++
+	}
+	if n := roles["encode"]; n > 0 {
+		o.Notes = append(o.Notes, fmt.Sprintf("%d engines that encode media are not played", n))
+	}
+	if roles["both"] > 0 && roles["prefill"]+roles["decode"] > 0 {
+		o.Notes = append(o.Notes, "engines with one role beside engines with both are replayed as if all had both")
 	}
 	if least < most {
 		o.Notes = append(o.Notes, fmt.Sprintf("the pool had %d to %d engines, and is played with the %d that it had last",
@@ -346,11 +357,9 @@ func (o *Recorded) Fleet() (c Config, host float64, notes []string) {
 	c.TTFT, c.TPOT = cmp.Or(p.TTFT, c.TTFT), cmp.Or(p.TPOT, c.TPOT)
 	c.Prefill, c.Decode = 0, 0
 	var speed, pace, link, kv, kept []float64
-	encode := 0
 	for _, e := range p.Engines {
 		switch e.Role {
 		case "encode":
-			encode++
 			continue
 		case "prefill":
 			c.Prefill++
@@ -370,11 +379,7 @@ func (o *Recorded) Fleet() (c Config, host float64, notes []string) {
 		some(&kv, float64(e.KV))
 		some(&kept, float64(e.Host))
 	}
-	if encode > 0 {
-		notes = append(notes, fmt.Sprintf("%d engines that encode media are not played", encode))
-	}
 	if c.Both > 0 && c.Prefill+c.Decode > 0 {
-		notes = append(notes, "engines with one role beside engines with both are replayed as if all had both")
 		c.Both, c.Prefill, c.Decode = c.Both+c.Prefill+c.Decode, 0, 0
 	}
 	if c.Both > 0 || c.Prefill == 0 || c.Decode == 0 {

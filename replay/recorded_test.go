@@ -177,20 +177,24 @@ func TestFleetThatWas(t *testing.T) {
 	}
 	p, d := `{"address":"p0","role":"prefill","speed":1,"kv":9}`, `{"address":"d0","role":"decode","pace":1}`
 	for _, c := range []struct {
-		name, last      string
-		prefill, decode int
-		notes           []string
+		name, last            string
+		prefill, decode, both int
+		notes                 []string
 	}{
-		{"none at the end", "", 2, 2, nil},
-		{"one encodes", p + `,{"address":"e0","role":"encode"},` + d, 1, 1,
+		{"none at the end", "", 2, 2, 0, nil},
+		{"one encodes", p + `,{"address":"e0","role":"encode"},` + d, 1, 1, 0,
 			[]string{"1 engines that encode media are not played"}},
+		{"one does both", p + `,{"address":"b0","role":"both"},` + d, 1, 1, 3,
+			[]string{"engines with one role beside engines with both are replayed as if all had both"}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			o, err := LoadRecorded(recorded(t, 3, 2, 1, snapshot(c.last)), "")
 			require.NoError(t, err)
-			config, _, notes := o.Fleet()
-			require.Equal(t, []int{c.prefill, c.decode, 0}, []int{config.Prefill, config.Decode, config.Both})
-			require.Subset(t, notes, c.notes)
+			config, _, _ := o.Fleet()
+			require.Equal(t, c.prefill, config.Prefill)
+			require.Equal(t, c.decode, config.Decode)
+			require.Equal(t, c.both, config.Both)
+			require.Subset(t, o.Notes, c.notes)
 		})
 	}
 	r := recorded(t, 3, 2, 1)
