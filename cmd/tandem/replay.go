@@ -44,6 +44,9 @@ func newReplay() *cobra.Command {
 			"many prompts have), engines (other engines, links and answers), roles (engines that serve both legs) or\n" +
 			"agents (sessions of coding agents; with --trace, those of a file).",
 		RunE: func(c *cobra.Command, _ []string) error {
+			if err := o.recording.check(c.Flags()); err != nil {
+				return err
+			}
 			return replayTrace(c.Context(), o, c.OutOrStdout(), c.ErrOrStderr())
 		},
 	}
@@ -126,8 +129,12 @@ func replayTrace(ctx context.Context, o replayOptions, stdout, stderr io.Writer)
 	if !isTerminal(stderr) { // a file would get a line of hundreds of bars
 		bars = io.Discard
 	}
-	c := o.Config
+	c, err := o.config()
+	if err != nil {
+		return err
+	}
 	if len(o.recording.files) > 0 {
+		o.Config = c
 		return replayRecording(ctx, o, stdout, bars)
 	}
 	if o.suite == "agents" {
@@ -135,15 +142,6 @@ func replayTrace(ctx context.Context, o replayOptions, stdout, stderr io.Writer)
 	}
 	if o.suite != "" {
 		return replay.Suite(ctx, o.suite, c.Seed, stdout, bars)
-	}
-	c.Late, c.Sharing = !o.immediate, o.sharing.Seconds()
-	if c.MaxWait = o.wait.Seconds(); c.MaxWait <= 0 {
-		c.MaxWait = math.Inf(1)
-	}
-	c.Engine.Bandwidth = o.bandwidth * 1e9
-	c.Engine = replay.Slower(c.Engine, o.slow)
-	if c.Engine.KVTokens <= 0 {
-		c.Engine.KVTokens = math.Inf(1)
 	}
 	if o.recording.profile != "" {
 		v := replay.Variant{Config: c}
@@ -153,14 +151,10 @@ func replayTrace(ctx context.Context, o replayOptions, stdout, stderr io.Writer)
 		c = v.Config
 		o.closed.host = max(o.closed.host, v.Host/c.Engine.KVTokens)
 	}
-	var ok bool
-	if c.Split, ok = map[string]picker.Split{"always": picker.SplitAlways, "auto": picker.SplitAuto, "never": picker.SplitNever}[o.split]; !ok {
-		return fmt.Errorf("--split: %q is not always, auto or never", o.split)
-	}
 	if o.closed.active != "" {
 		return replaySessions(ctx, o, c, stdout, bars)
 	}
-	if slices.Contains(sessions.Kinds(), o.trace) {
+	if slices.Contains(sessions.Kinds(), o.trace) || replay.IsTrace(o.trace) && replay.IsSessions(o.trace) {
 		return fmt.Errorf("--trace: %s is sessions: --sessions says how many at a time", o.trace)
 	}
 	names := replay.Policies()
@@ -191,6 +185,25 @@ func replayTrace(ctx context.Context, o replayOptions, stdout, stderr io.Writer)
 		report.Print(stdout, results)
 	}
 	return writeReport(o.html, o.asJSON, t, c, results, stderr)
+}
+
+// config returns the fleet and the settings that the flags say.
+func (o *replayOptions) config() (replay.Config, error) {
+	c := o.Config
+	c.Late, c.Sharing = !o.immediate, o.sharing.Seconds()
+	if c.MaxWait = o.wait.Seconds(); c.MaxWait <= 0 {
+		c.MaxWait = math.Inf(1)
+	}
+	c.Engine.Bandwidth = o.bandwidth * 1e9
+	c.Engine = replay.Slower(c.Engine, o.slow)
+	if c.Engine.KVTokens <= 0 {
+		c.Engine.KVTokens = math.Inf(1)
+	}
+	var ok bool
+	if c.Split, ok = map[string]picker.Split{"always": picker.SplitAlways, "auto": picker.SplitAuto, "never": picker.SplitNever}[o.split]; !ok {
+		return c, fmt.Errorf("--split: %q is not always, auto or never", o.split)
+	}
+	return c, nil
 }
 
 // writeReport writes the HTML page where it is wanted.

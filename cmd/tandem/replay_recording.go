@@ -42,6 +42,30 @@ func (o *recordingOptions) flags(f *pflag.FlagSet) {
 		"of --recording: write it to `FILE` as Mooncake's jsonl (.jsonl) or sessions (.sessions), and exit")
 }
 
+// check refuses flags that would change nothing, since what is played is not what they say.
+func (o *recordingOptions) check(given *pflag.FlagSet) (err error) {
+	if len(o.files) == 0 {
+		return nil
+	}
+	trace := len(o.files) == 1 && replay.IsTrace(o.files[0])
+	fleet := []string{"prefill", "decode", "both", "roles", "promise-ttft", "promise-tpot", "kv-tokens", "kv-bytes", "bandwidth", "slow",
+		"decode-step-tokens", "immediate", "max-wait", "split", "answer-weight", "routed-index", "replicas", "sharing", "ttft", "ask-tpot", "tpot"}
+	of := []string{"recording", "pool", "what-if", "needed", "advise", "export", "profile", "seed", "json", "html"}
+	given.Visit(func(f *pflag.Flag) {
+		switch {
+		case slices.Contains(of, f.Name), trace && slices.Contains(fleet, f.Name):
+		case slices.Contains(fleet, f.Name):
+			err = fmt.Errorf("--%s: a recording has its own; --what-if plays it otherwise", f.Name)
+		default:
+			err = fmt.Errorf("--%s has nothing to do with --recording", f.Name)
+		}
+	})
+	if err == nil && given.Changed("advise") && (o.advise < 2 || o.advise > 1024) {
+		err = fmt.Errorf("--advise: fleets have 2 to 1024 engines, not %d", o.advise)
+	}
+	return err
+}
+
 // replayRecording plays a recording on the fleet that it was made of, and on others.
 func replayRecording(ctx context.Context, o replayOptions, stdout, bars io.Writer) error {
 	x := &o.recording
