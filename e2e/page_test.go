@@ -102,6 +102,10 @@ setTimeout(() => { const w = f.contentWindow, d = w.document; %s }, 3500)</scrip
 		})
 	}
 	framed("/width", `say('width ' + d.documentElement.scrollWidth + ' of ' + w.innerWidth)`)
+	framed("/labels", `const c = w.chart({ title: 'x', unit: String, lines: [['y', 'y', 'c-good']] }, Array.from({ length: 136 }, (_, i) => ({ n: 1e9 + i })));
+d.getElementById('plots').append(c);
+const at = [...c.querySelectorAll('text')].filter(e => e.textContent.includes(':')).map(e => e.getBoundingClientRect());
+say(at.length + ' labels, apart ' + at.every((b, i) => !i || b.left > at[i - 1].right))`)
 	// With a keyboard: Tab leads to each decision, and Enter is a click. The list moves on when none is open, and a table keeps the focus.
 	framed("/keys", `const rows = [...d.querySelectorAll('#recent details')], row = rows[1].firstChild;
 const another = () => fetch('/request').then(() => new Promise(drawn => setTimeout(drawn, 2500)));
@@ -141,6 +145,8 @@ another().then(() => {
 
 	phone, _ := chromium(t, "--dump-dom", server.URL+"/width?width=390")
 	require.Regexp(t, `<pre id="found">width 390 of 390</pre>`, phone)
+	labels, _ := chromium(t, "--dump-dom", "--lang=en-US", server.URL+"/labels?width=390")
+	require.Regexp(t, `<pre id="found">[3-5] labels, apart true</pre>`, labels, "times under a chart")
 	keys, _ := chromium(t, "--virtual-time-budget=12000", "--dump-dom", server.URL+"/keys?width=1240")
 	require.Contains(t, keys, `<pre id="found">summaries true; stays true; · the list stands still while one is open or has the focus; `+
 		`moves on true; focus on Endpoints of pool chat</pre>`)

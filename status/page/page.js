@@ -101,7 +101,8 @@ const moreCharts = [
   { title: "Tandem's own time", unit: about, lines: [['p50', 'decide_50', 'c-decode'], ['p99', 'decide_99', 'c-bad']] },
 ];
 
-const clock = (n, seconds) => new Date(1000 * n).toLocaleTimeString([], { hour: '2-digit', minute: '2-digit', ...seconds ? { second: '2-digit' } : {} });
+// clock is a time of day, of 24 hours as in logs and in tandem requests. n: seconds.
+const clock = (n, seconds) => new Date(1000 * n).toLocaleTimeString([], { hourCycle: 'h23', hour: '2-digit', minute: '2-digit', ...seconds ? { second: '2-digit' } : {} });
 
 // ticks are round numbers from 0 to the first one that is not below max.
 function ticks(max) {
@@ -133,10 +134,13 @@ function chart(c, data) {
   for (const v of marks) picture.append(svg('line', { class: 'axis', x1: left, x2: w - right, y1: y(v), y2: y(v) }),
     svg('text', { x: left - 5, y: y(v) + 4, 'text-anchor': 'end' }, v === 0 ? '0' : (c.unit === about ? ms : c.unit)(v)));
   const every = [10, 30, 60, 120, 300, 600, 900].find(s => (t1 - t0) / s <= 4.5) || 900;
-  for (let t = Math.ceil(t0 / every) * every; n && t <= t1; t += every) {
+  for (let t = Math.ceil(t0 / every) * every, end = 0; n && t <= t1; t += every) {
     const text = clock(t, every < 60), half = 3.2 * text.length;   // of its width
     const middle = Math.min(Math.max(x(t), half), w - half);
-    picture.append(svg('line', { class: 'axis', x1: x(t), x2: x(t), y1: h - bottom, y2: h - bottom + 3 }), svg('text', { x: middle, y: h - 4, 'text-anchor': 'middle' }, text));
+    picture.append(svg('line', { class: 'axis', x1: x(t), x2: x(t), y1: h - bottom, y2: h - bottom + 3 }));
+    if (middle - half < end) continue;   // it would lie on the last one
+    picture.append(svg('text', { x: middle, y: h - 4, 'text-anchor': 'middle' }, text));
+    end = middle + half;
   }
   const apart = 2.5 * (spanShown() === 'hour' ? 10 : 1);   // seconds without a point: the page was not shown
   values.forEach((line, i) => {
@@ -298,7 +302,7 @@ function pools(all) {
   return all.map(p => {
     const rows = p.endpoints.map(e => {
       const css = (e.now?.word || e.role) === 'prefill' ? 'c-prefill' : 'c-decode';
-      return { cells: [named(e), el('span', {}, el('span', { class: css }, e.role + (e.now ? ', now ' + e.now.word : '')), e.now?.why ? el('small', {}, ` since ${new Date(e.now.since).toLocaleTimeString()}: ${e.now.why}`) : ''),
+      return { cells: [named(e), el('span', {}, el('span', { class: css }, e.role + (e.now ? ', now ' + e.now.word : '')), e.now?.why ? el('small', {}, ` since ${clock(Date.parse(e.now.since) / 1000, true)}: ${e.now.why}`) : ''),
         el('span', { class: 'pill ' + ({ up: 'good', out: e.paused ? 'warn' : 'bad' }[e.state] || 'warn') }, e.state + (e.state === 'out' && e.paused ? ', paused' : '')),
         load(p, e, css), e.running < 0 ? '–' : count(e.running) + ' + ' + (e.waiting < 0 ? '–' : count(e.waiting)),
         e.requests ? `${count(e.requests)}, ${count(e.prompt_tokens)} tokens` : '0',
@@ -342,7 +346,7 @@ function decision(t) {
   const d = el('details', {}, el('summary', {}, el('span', { class: 'pill ' + bad }, end(t)), el('b', {}, t.route.replace('_', ' ') + (reason ? ` (${reason})` : '')),
     el('span', {}, way), el('span', { class: 'soft' }, `${t.cached_tokens < 0 ? '~' : ''}${count(t.prompt_tokens)} tokens${t.cached_tokens > 0 ? ', ' + count(t.cached_tokens) + ' cached' : ''}`),
     el('span', { class: 'soft' }, [t.prefill_ns ? 'prefill ' + fromNano(t.prefill_ns) : '', t.decode_ns ? 'decode ' + fromNano(t.decode_ns) : '', t.replans ? t.replans + ' replans' : ''].filter(Boolean).join(', ')),
-    el('span', { class: 'soft' }, new Date(t.started).toLocaleTimeString()), el('span', { class: 'id soft' }, t.request_id)));
+    el('span', { class: 'soft' }, clock(Date.parse(t.started) / 1000, true)), el('span', { class: 'id soft' }, t.request_id)));
   const gone = (t.end_gone_with || []).join(', ');
   d.append(el('p', { class: 'words' }, t.words + (gone ? `Its end was lost when ${gone} ended without a shutdown.` : '')));
   d.append(t.weighed ? weighed(t) : '');
@@ -374,7 +378,7 @@ function decisions(recent) {
   const held = byId('recent').querySelector('details[open], :focus-visible');
   byId('held').textContent = held ? '· the list stands still while one is open or has the focus' : '';
   if (!held) show('recent', recent, all => all.length ? all.map(decision) : [el('p', { class: 'soft' }, byId('which').value || byId('search').value
-    ? 'none among the latest 256 of each replica; models and tenants are known with usage in the configuration' : 'none yet')]);
+    ? 'none among the latest 256 of each replica' + (byId('search').value ? '; models and tenants are known with usage in the configuration' : '') : 'none yet')]);
 }
 
 function draw(status) {
