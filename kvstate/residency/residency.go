@@ -47,10 +47,10 @@ type Conversation struct {
 	name    uint64 // that its client gave it; 0: none
 	home    *Engine
 	tokens  float64
-	shared  float64 // of those, at the beginning, that others had when it began ...
-	common  uint64  // ... up to this block
-	had     int     // blocks of the prompt that has arrived which earlier ones had; 0: none, or counted
-	running int     // requests that engines have: their end was not reported to this table
+	begun   float64    // of those, at the beginning, that some engine held when it began ...
+	begins  *beginning // ... nil: none
+	had     int        // blocks of the prompt that has arrived which earlier ones had; 0: none, or counted
+	running int        // requests that engines have: their end was not reported to this table
 	// When its last answer ended. In the future: it is busy until about then, since it waits, or another replica's
 	// request runs.
 	since   float64
@@ -64,11 +64,29 @@ type Conversation struct {
 	gone         bool
 }
 
+// beginning is what some engine held of conversations when they began. If only one has it, others do not share it: an
+// engine held the conversation itself, since it is older than this table.
+type beginning struct {
+	last   uint64 // block
+	of     int    // conversations
+	shared bool   // several had it
+	first  *Conversation
+}
+
+// shared returns the tokens of a conversation that others have, too.
+func (c *Conversation) shared() float64 {
+	if c.begins == nil || !c.begins.shared {
+		return 0
+	}
+	return c.begun
+}
+
 // place is what an engine's memory holds of a conversation.
 type place struct {
 	of           *Conversation
 	at           *Engine
-	tokens       float64 // without what is shared
+	tokens       float64 // without what is shared ...
+	common       uint64  // ... up to this block; 0: nothing
 	older, newer *place  // of the engine, by their last use
 	also         *place  // of the conversation
 }
@@ -77,8 +95,9 @@ type place struct {
 type Table struct {
 	mu             sync.Mutex
 	tips, names    map[uint64]*Conversation
-	lengths        []int32         // by the number of a prompt's blocks: how many conversations have such a prompt
-	shared         map[uint64]bool // names that several conversations have at once
+	lengths        []int32               // by a prompt's number of blocks: how many conversations have such a one
+	shared         map[uint64]bool       // names that several conversations have at once
+	beginnings     map[uint64]*beginning // by their last block
 	oldest, newest *Conversation
 	known, placed  int
 	sparePlaces    *place    // linked by newer
@@ -119,7 +138,7 @@ type common struct {
 // New returns an empty table.
 func New() *Table {
 	t := &Table{tips: map[uint64]*Conversation{}, names: map[uint64]*Conversation{}, shared: map[uint64]bool{},
-		turn: priorTurn}
+		beginnings: map[uint64]*beginning{}, turn: priorTurn}
 	t.learn()
 	return t
 }
@@ -229,9 +248,10 @@ func (t *Table) count(now, passed float64) {
 				t.idle[binOf(idle)] += min(passed, idle)
 			}
 		}
-		live += (c.tokens - c.shared) * t.chance(c, now)
+		own := c.tokens - c.shared()
+		live += own * t.chance(c, now)
 		if now-c.since < t.keep {
-			t.needs += c.tokens - c.shared
+			t.needs += own
 		}
 	}
 	if !t.returns() {
@@ -345,7 +365,7 @@ func (t *Table) find(p *Prompt) *Conversation {
 	c := t.fresh()
 	c.name = p.Name
 	if held := min(p.Held, len(p.Blocks)); held > 0 {
-		c.shared, c.common = p.Tokens*float64(held)/float64(len(p.Blocks)), p.Blocks[held-1]
+		t.begin(c, p.Blocks[held-1], p.Tokens*float64(held)/float64(len(p.Blocks)))
 	}
 	if p.Name == 0 {
 		return c
@@ -361,6 +381,29 @@ func (t *Table) find(p *Prompt) *Conversation {
 	}
 	t.names[p.Name] = c
 	return c
+}
+
+// begin records that some engine held the beginning of a new conversation.
+func (t *Table) begin(c *Conversation, last uint64, tokens float64) {
+	b := t.beginnings[last]
+	if b == nil {
+		b = &beginning{last: last, first: c}
+		t.beginnings[last] = b
+	}
+	c.begins, c.begun = b, tokens
+	if b.of++; b.of < 2 || b.shared {
+		return
+	}
+	b.shared = true
+	if first := b.first; first != nil {
+		for p := first.places; p != nil; p = p.also { // from now on its beginning is counted apart
+			if p.tokens >= first.begun {
+				p.tokens, p.common = p.tokens-first.begun, last
+				p.at.used += p.at.share(last, first.begun) - first.begun
+				t.outdate(p.at)
+			}
+		}
+	}
 }
 
 // ambiguous records that several conversations have a name at once, so that it identifies none of them.
@@ -416,6 +459,14 @@ func (t *Table) forget(c *Conversation) {
 	for c.places != nil {
 		t.remove(c.places)
 	}
+	if b := c.begins; b != nil {
+		if b.first == c {
+			b.first = nil
+		}
+		if b.of--; b.of == 0 {
+			delete(t.beginnings, b.last)
+		}
+	}
 	t.unlink(c)
 	t.known--
 	c.gone = true
@@ -427,7 +478,7 @@ func (t *Table) extend(c *Conversation, p *Prompt) {
 	t.dropTip(c)
 	c.length = len(p.Blocks)
 	c.tip, c.tokens = p.Blocks[c.length-1], p.Tokens
-	c.shared = min(c.shared, c.tokens)
+	c.begun = min(c.begun, c.tokens)
 	if before := t.tips[c.tip]; before != nil { // the same prompt, of a fork
 		t.dropTip(before)
 	}
@@ -459,8 +510,8 @@ func (t *Table) Of(last uint64) *Conversation {
 // Limit lowers the blocks of a prompt that engines are thought to hold, of which n have some, to what their memory can
 // still have of its conversation: what later requests have not displaced. last are the prompt's last block, and the
 // last one that any engine is thought to hold, where the conversation's prompt before ended. It changes nothing before
-// a conversation's second prompt, nor where the table lacks places, nor for an engine that is nil or has not reported the
-// size of its memory.
+// a conversation's second prompt, nor where the table lacks places, nor for an engine that is nil or has not reported
+// the size of its memory.
 func (t *Table) Limit(last [2]uint64, n int, hit func(i int) (*Engine, *int)) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -482,7 +533,10 @@ func (t *Table) Limit(last [2]uint64, n int, hit func(i int) (*Engine, *int)) {
 		if e == nil || *blocks == 0 || e.capacity <= 0 {
 			continue
 		}
-		kept := e.commons[c.common].tokens
+		kept := 0.0
+		if c.begins != nil {
+			kept = e.commons[c.begins.last].tokens
+		}
 		if p := e.asked; p != nil && p.of == c && p.at == e {
 			kept += p.tokens
 		}
@@ -571,7 +625,10 @@ func (t *Table) place(c *Conversation, at *Engine) {
 	} else {
 		p = &place{}
 	}
-	*p = place{of: c, at: at, tokens: max(c.tokens-c.shared, 0), also: c.places, older: at.newest}
+	*p = place{of: c, at: at, tokens: max(c.tokens-c.shared(), 0), also: c.places, older: at.newest}
+	if c.shared() > 0 {
+		p.common = c.begins.last
+	}
 	c.places = p
 	if p.older != nil {
 		p.older.newer = p
@@ -579,37 +636,37 @@ func (t *Table) place(c *Conversation, at *Engine) {
 		at.oldest = p
 	}
 	at.newest = p
-	at.used += p.tokens + at.share(c)
+	at.used += p.tokens + at.share(p.common, c.begun)
 	at.places++
 	t.placed++
 	t.discard(at)
 }
 
-// share counts a place with a conversation's shared beginning, and returns the tokens that it adds.
-func (e *Engine) share(c *Conversation) float64 {
-	if c.common == 0 {
+// share counts a place with a shared beginning of so many tokens, up to a block, and returns the tokens that it adds.
+func (e *Engine) share(last uint64, tokens float64) float64 {
+	if last == 0 {
 		return 0
 	}
 	if e.commons == nil {
 		e.commons = map[uint64]common{}
 	}
-	in := e.commons[c.common]
+	in := e.commons[last]
 	more := 0.0
 	if in.places++; in.places == 1 {
-		in.tokens, more = c.shared, c.shared
+		in.tokens, more = tokens, tokens
 	}
-	e.commons[c.common] = in
+	e.commons[last] = in
 	return more
 }
 
 // unshare reverses share.
-func (e *Engine) unshare(c *Conversation) float64 {
-	in := e.commons[c.common]
+func (e *Engine) unshare(last uint64) float64 {
+	in := e.commons[last]
 	if in.places--; in.places > 0 {
-		e.commons[c.common] = in
+		e.commons[last] = in
 		return 0
 	}
-	delete(e.commons, c.common)
+	delete(e.commons, last)
 	return in.tokens
 }
 
@@ -632,7 +689,7 @@ func (t *Table) remove(p *place) {
 	} else {
 		at.newest = p.older
 	}
-	if at.used -= p.tokens + at.unshare(p.of); at.oldest == nil {
+	if at.used -= p.tokens + at.unshare(p.common); at.oldest == nil {
 		at.used = 0
 	}
 	at.places--

@@ -539,6 +539,33 @@ func TestSharedOnce(t *testing.T) {
 	require.Zero(t, f.engines[0].used)
 }
 
+// A replica that starts among others finds that engines hold what it has never seen. That is no beginning that
+// conversations share: each of them takes memory, and is worth as much as one that it knows from the start.
+func TestConversationsOlderThanTheReplica(t *testing.T) {
+	play := func(known bool) (live float64, m *Memory) {
+		f, now := newFleet(1e6), 0.0
+		for turn := range 6 {
+			for name := range 8 {
+				now++
+				blocks, held := prompt(name, 100+turn), 0
+				if turn > 0 || !known {
+					held = 100 + turn - 1
+				}
+				c := f.Arrive(&Prompt{Blocks: blocks, Held: held, Tokens: float64(100 * len(blocks))}, now)
+				f.Sent(c, f.engines[0], now)
+				f.End(c, 0, .5, now+.5)
+			}
+		}
+		m = f.memory(0, now+1)
+		return f.Live(), m
+	}
+	live, m := play(true)
+	require.Greater(t, live, 20_000.)
+	started, mine := play(false)
+	require.InDelta(t, live, started, 1)
+	require.Equal(t, m, mine)
+}
+
 // What is computed again of a conversation is counted by why: nobody holds it, or another engine does.
 func TestComputedAgain(t *testing.T) {
 	f := newFleet(10_000, 10_000)
