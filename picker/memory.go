@@ -72,12 +72,14 @@ func (t *terms) returns(c *kvstate.Candidate, work float64) float64 {
 }
 
 // overcommitted is a share of the fleet's memory: if conversations that are expected back take more than that, cold
-// prompts wait for room. roomy is the share of an engine's memory above which it has none. What is admitted beyond that
+// prompts wait for room. roomy is the share of an engine's memory above which it has none, and largest the most that
+// a prompt counts of it, or a small engine would have no room for a long one ever. What is admitted beyond that
 // evicts what comes back, which is computed again and evicts more: a fleet that admits everything collapses, and stays
 // so.
 const (
 	overcommitted = 0.5
 	roomy         = 0.6
+	largest       = 0.5
 )
 
 // noMemory reports whether a request should wait, because the conversations at the endpoint that would compute and
@@ -88,7 +90,8 @@ func (k *Picker) noMemory(r *Request, v *kvstate.View, c *Choice) bool {
 		return false
 	}
 	e := &v.Endpoints[c.Decode]
-	if e.Memory == nil || e.Memory.Live+e.Coming+float64(r.PromptTokens) <= roomy*e.Memory.Tokens {
+	if e.Memory == nil ||
+		e.Memory.Live+e.Coming+min(float64(r.PromptTokens), largest*e.Memory.Tokens) <= roomy*e.Memory.Tokens {
 		return false
 	}
 	all, most := 0.0, 0
