@@ -142,7 +142,11 @@ func (r *runner) configure(ctx context.Context, used bool) error {
 	if err := mayWrite(r.file); err != nil {
 		return err
 	}
-	fmt.Fprintf(r.stdout, "Asking %d engines what they are.\n", len(engines))
+	them := "1 engine what it is"
+	if n := len(engines); n > 1 {
+		them = fmt.Sprintf("%d engines what they are", n)
+	}
+	fmt.Fprintf(r.stdout, "Asking %s.\n", them)
 	if err := proposal.Ask(ctx, engines, r.o.KeyFile); err != nil {
 		return err
 	}

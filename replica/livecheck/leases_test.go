@@ -72,8 +72,8 @@ func TestLeasesNotKnown(t *testing.T) {
 	require.Contains(t, text, "since it is not reported: connector, role, whether it declines expired KV")
 	require.Contains(t, text, "recommended: x: a request that waits at decode for longer than nixl.lease (30s) less 6 s computes its prompt again: 120s is recommended, "+
 		"with kv_lease_duration 120 of prefill\n")
-	require.Contains(t, text, "not asked: pools[0]: the clocks of x's prefill engines: their answers name the side channels "+
-		"(tandem_kv_outdated_total, reason unknown)\n")
+	require.Contains(t, text, "not asked: pools[0]: the clocks of x's prefill engines, which say when KV expires. They are at the "+
+		"side channels that answers name; one that Tandem cannot reach counts in tandem_kv_outdated_total (reason unknown)\n")
 	require.NotContains(t, printed("nixl: {declineExpired: true, lease: 120s}, "), "recommended")
 }
 

@@ -74,8 +74,9 @@ func Check(ctx context.Context, cfg *configv1.Config, prompts bool) *Report {
 				fmt.Sprintf("pools[%d]: %s discovers its endpoints when the server runs", i, p.GetName()))
 		}
 		if p.GetNixl().GetDeclineExpired() {
-			out.NotAsked = append(out.NotAsked, fmt.Sprintf("pools[%d]: the clocks of %s's prefill engines: their "+
-				"answers name the side channels (tandem_kv_outdated_total, reason unknown)", i, p.GetName()))
+			out.NotAsked = append(out.NotAsked, fmt.Sprintf("pools[%d]: the clocks of %s's prefill engines, which say when KV expires. They "+
+				"are at the side channels that answers name; one that Tandem cannot reach counts in tandem_kv_outdated_total "+
+				"(reason unknown)", i, p.GetName()))
 		}
 		if text := advice(p); text != "" {
 			out.Advice = append(out.Advice, text)
