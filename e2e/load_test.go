@@ -4,6 +4,7 @@ import (
 	"bufio"
 	"context"
 	"fmt"
+	"net"
 	"net/http"
 	"os"
 	"os/exec"
@@ -229,6 +230,12 @@ func TestDemoNamesWhatEnded(t *testing.T) {
 	out, err := cmd.CombinedOutput()
 	require.Error(t, err)
 	require.Contains(t, string(out), "envoy has ended: exit status 1; all programs' logs are in ")
+	taken, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	defer taken.Close()
+	out, err = exec.Command(filepath.Join(bin, "tandem"), "demo", "--envoy", "/bin/false", "--listen", taken.Addr().String()).CombinedOutput()
+	require.Error(t, err)
+	require.Contains(t, string(out), "--listen: listen tcp "+taken.Addr().String()+": bind: address already in use")
 }
 
 // withTMPDIR returns the processes with that directory in their environment, which children inherit: the engines'

@@ -133,7 +133,7 @@ func newPlan(size string) (plan, error) {
 	case "quick":
 		return plan{[]scenario{all[1], all[4], all[7], all[10]}, []float64{.5, .8}, []uint64{1}, 3000}, nil
 	}
-	return plan{}, fmt.Errorf("-suite: %q is not quick, shared, engines, roles or full", size)
+	return plan{}, fmt.Errorf("--suite: %q is not quick, full, shared, engines, roles or agents", size)
 }
 
 // played has the results of a suite, by scenario, load and contender: one for each seed.

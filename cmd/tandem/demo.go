@@ -44,6 +44,9 @@ func demo(ctx context.Context, envoyPath, simPath, listen, library string, stay 
 	if err := d.find(envoyPath, simPath, library); err != nil {
 		return err
 	}
+	if err := free(listen); err != nil { // Envoy would only log it
+		return fmt.Errorf("--listen: %w", err)
+	}
 	err := d.bringUp(ctx, listen)
 	if err == nil {
 		err = d.show(ctx)

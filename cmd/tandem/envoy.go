@@ -43,7 +43,7 @@ func newEnvoy() *cobra.Command {
 				_, err = c.OutOrStdout().Write(text)
 			}
 			if err != nil {
-				return fmt.Errorf("writing the configuration: %w", err)
+				return fmt.Errorf("writing what Envoy gets: %w", err)
 			}
 			return nil
 		},

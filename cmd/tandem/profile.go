@@ -52,6 +52,9 @@ func newProfile() *cobra.Command {
 				}
 				m.decode = engineAt(decode, key)
 			}
+			if err := writable(file); err != nil { // not after a minute
+				return fmt.Errorf("--to: %w", err)
+			}
 			p, err := m.measure(c.Context(), c.ErrOrStderr())
 			if err != nil {
 				return err

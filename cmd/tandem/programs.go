@@ -76,6 +76,19 @@ func namedProgram(what, named, by string) (string, error) {
 	return "", fmt.Errorf("no %s found at %s, which %s names", what, named, by)
 }
 
+// writable returns an error if a file cannot be written. It leaves it as it is.
+func writable(file string) error {
+	_, missing := os.Stat(file)
+	f, err := os.OpenFile(file, os.O_WRONLY|os.O_CREATE, 0o644) //nolint:gosec // as it is written
+	if err != nil {
+		return err
+	}
+	if missing != nil {
+		_ = os.Remove(file)
+	}
+	return f.Close()
+}
+
 // freePorts are addresses on 127.0.0.1 that nobody listens on now.
 func freePorts(n int) (out []string, err error) {
 	for range n {

@@ -133,6 +133,11 @@ func replayTrace(ctx context.Context, o replayOptions, stdout, stderr io.Writer)
 	if err != nil {
 		return err
 	}
+	if o.html != "" && o.html != "-" { // not after minutes
+		if err := writable(o.html); err != nil {
+			return fmt.Errorf("--html: %w", err)
+		}
+	}
 	if len(o.recording.files) > 0 {
 		o.Config = c
 		return replayRecording(ctx, o, stdout, bars)
