@@ -366,7 +366,7 @@ const total = parts => parts ? parts.reduce((s, p) => s + p.value, 0) : Infinity
 const notAlone = { busy: ' (not offered: its answers would suffer)', too_long: ' (not offered: the prompt is too long, answers would suffer)' };
 
 function weighed(t) {
-  const parts = list => list ? `${price(total(list))} = ${list.map(p => `${p.name} ${price(p.value)}`.replaceAll(' ', '\u00a0')).join(' + ')}` : '–';
+  const parts = list => list ? `${price(total(list))} = ${list.filter(p => Math.abs(p.value) >= 1e-6 || list.length === 1).map(p => `${p.name} ${price(p.value)}`.replaceAll(' ', '\u00a0')).join(' + ')}` : '–';
   return table('What was weighed for ' + t.request_id, ['endpoint', 'role', ['blocks held'], 'to prefill', 'to decode', 'to do both'], t.weighed.map(w => {
     const chosen = w.endpoint === t.prefill || w.endpoint === t.decode;
     return { chosen, cells: [(chosen ? '✓\u00a0' : '') + w.endpoint + (w.out ? ' (out)' : ''), w.role, w.out ? '–' : String(w.hit_blocks), parts(w.prefill), parts(w.decode), parts(w.alone) + (notAlone[w.not_alone] || '')] };
