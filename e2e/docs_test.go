@@ -72,7 +72,7 @@ var documentedShows = map[string]string{
 
 var documentedOnly = map[string]string{
 	"ENVOY_DYNAMIC_MODULES_SEARCH_PATH=/path/to/bin envoy -c envoy.yaml":                                            "TestInsideTutorial",
-	"curl --retry 30 --retry-all-errors --retry-delay 1 -s http://127.0.0.1:8080/v1/models":                         "TestOneMachineTutorial",
+	"curl --retry 30 --retry-all-errors --retry-delay 1 -fs http://127.0.0.1:8080/v1/models":                         "TestOneMachineTutorial",
 	"tandem requests --admin 127.0.0.1:9090":                                                                        "a cluster",
 	"kubectl rollout status deployment/tandem":                                                                      "a cluster",
 	"kubectl delete -k deploy/kustomize/base":                                                                       "a cluster",

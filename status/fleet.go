@@ -188,7 +188,7 @@ type View struct {
 // Status returns the current state of all replicas, or of this one alone. It takes a second at most.
 func (f *Feed) Status(ctx context.Context, v View) Status {
 	got := f.gather(ctx, question{Since: v.Since, Hour: v.Hour, Status: true, Traces: allRecent}, v.Requests.Alone)
-	v.Requests.N, v.Requests.names = shownRecent, f.names
+	v.Requests.N, v.Requests.names = shownRecent, f.names()
 	return merge(got, time.Now(), &v.Requests)
 }
 

@@ -52,7 +52,7 @@ func Print(w io.Writer, s *Status) {
 	}
 	printReplicas(w, s)
 	printEnvoys(w, s.Envoys, s.Now)
-	printFlow(w, s.Flow)
+	printFlow(w, s.Flow, s.Pools)
 	printRecent(w, s.Recent)
 }
 
@@ -219,15 +219,21 @@ func written1m(o *written.Output) string {
 		words.Number(o.Rate), words.Millis(o.PerToken))
 }
 
-func printFlow(w io.Writer, flow []Flow) {
+func printFlow(w io.Writer, flow []Flow, pools []Pool) {
 	if len(flow) == 0 {
 		return
+	}
+	names := map[string]string{"": "decode alone"}
+	for i := range pools {
+		for j := range pools[i].Endpoints {
+			names[pools[i].Endpoints[j].Address] = words.Plain(pools[i].Endpoints[j].Name)
+		}
 	}
 	fmt.Fprintln(w, "\nflow of the last minute, among the latest requests")
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
 	for _, f := range flow {
 		fmt.Fprintf(t, "  %s\t%s\t->\t%s\t%d\n",
-			words.Plain(f.Pool), cmp.Or(f.Prefill, "decode alone"), f.Decode, f.Requests)
+			words.Plain(f.Pool), cmp.Or(names[f.Prefill], f.Prefill), cmp.Or(names[f.Decode], f.Decode), f.Requests)
 	}
 	_ = t.Flush()
 }
@@ -281,7 +287,7 @@ func PrintRequests(w io.Writer, recent []telemetry.Trace, failed, slow bool) {
 			why = fmt.Sprintf("%s\t%s\t%s\t", took(r.Took), took(v.lost), cmp.Or(v.because, "-"))
 		}
 		fmt.Fprintf(t, "  %s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s%.40s\n", status, words.At(now, r.Started), routeOf(&r),
-			cmp.Or(r.Prefill, "-"), cmp.Or(r.Decode, "-"), tokens, cached,
+			words.Plain(cmp.Or(r.Prefill, "-")), words.Plain(cmp.Or(r.Decode, "-")), tokens, cached,
 			hop1(&r), took(r.DecodeTime), why, words.Plain(r.RequestID))
 	}
 	_ = t.Flush()

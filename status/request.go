@@ -21,7 +21,7 @@ import (
 // may be several: clients choose ids.
 func (f *Feed) Request(ctx context.Context, id string, alone bool) ([]telemetry.Trace, Asked) {
 	got := f.gather(ctx, question{Since: -1, Traces: allRecent, ID: id}, alone)
-	return withID(got.traces(time.Now()), id), f.asked(&got) // a replica of an earlier release reports all
+	return named(withID(got.traces(time.Now()), id), f.names()), f.asked(&got) // a replica of an earlier release reports all
 }
 
 // ScopeHeader is the header of an answer about requests that has the replicas that were asked, for people, if they are

@@ -72,7 +72,7 @@ func TestRoles(t *testing.T) {
 	var requested []telemetry.Trace
 	get("/debug/requests?id=r", &requested)
 	PrintDecided(&text, requested, map[string]roles.Advice{"chat": advice})
-	require.Regexp(t, `\n  10.0.0.1:80 +both, now prefill `, text.String())
+	require.Regexp(t, `\n  a +both, now prefill `, text.String())
 	require.Regexp(t, `\n  10.0.0.1:80 +prefill +3m\d+s +it was new\n  10.0.0.2:80 .*\(it changed after this request was planned\)\n`, text.String())
 
 	// Of two replicas the one that knows more is shown, with the words of the newest change.

@@ -9,6 +9,7 @@ import (
 
 	"tandem/extproc/telemetry"
 	"tandem/extproc/usage"
+	"tandem/kvstate"
 )
 
 // Each row changes one part of the time of a request that took as long as it was foreseen, and the verdict names it.
@@ -138,7 +139,8 @@ func TestSlowRequests(t *testing.T) {
 	for _, r := range []*telemetry.Trace{&long, &waited, &usual} {
 		r.CachedTokens, r.Started = -1, time.Date(2026, 11, 28, 19, 40, 3, 0, time.Local)
 	}
-	f := NewFeed(Source{Totals: func() telemetry.Totals { return telemetry.Totals{} }, Ready: func() bool { return true },
+	f := NewFeed(Source{State: kvstate.New(kvstate.Options{}), Ready: func() bool { return true },
+		Totals:  func() telemetry.Totals { return telemetry.Totals{} },
 		Sharing: func() Sharing { return Sharing{} },
 		Recent:  func(n int) []telemetry.Trace { return []telemetry.Trace{usual, long, waited}[:min(n, 3)] }})
 	all, _ := f.Requests(t.Context(), Wanted{N: 2, Slow: true})

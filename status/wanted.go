@@ -21,7 +21,7 @@ type Wanted struct {
 	// tenant (the last two are known with the configuration's usage)
 	Search string
 
-	names func() map[string]string // of endpoints, by their addresses; nil: they have none
+	names map[string]string // of endpoints, by their addresses
 }
 
 // wantedIn reads what is wanted from a query.
@@ -42,19 +42,35 @@ func (w *Wanted) of(all []telemetry.Trace) []telemetry.Trace {
 		all = slices.DeleteFunc(all, func(t telemetry.Trace) bool { return !t.HasFailed() })
 	}
 	if words := strings.Fields(strings.ToLower(w.Search)); len(words) > 0 {
-		names := map[string]string{}
-		if w.names != nil {
-			names = w.names()
-		}
 		all = slices.DeleteFunc(all, func(t telemetry.Trace) bool {
-			text := searched(&t, names)
+			text := searched(&t, w.names)
 			return slices.ContainsFunc(words, func(word string) bool { return !strings.Contains(text, word) })
 		})
 	}
 	if w.Slow {
 		bySlowness(all)
 	}
-	return all[:min(w.N, len(all))]
+	return named(all[:min(w.N, len(all))], w.names)
+}
+
+// named returns requests with the names of their endpoints, as the status has them, in place of the addresses.
+func named(requests []telemetry.Trace, names map[string]string) []telemetry.Trace {
+	out := slices.Clone(requests)
+	name := func(address *string) { *address = cmp.Or(names[*address], *address) }
+	for i := range out {
+		t := &out[i]
+		name(&t.Prefill)
+		name(&t.Decode)
+		name(&t.WaitedFor)
+		t.Failed, t.Weighed = slices.Clone(t.Failed), slices.Clone(t.Weighed)
+		for j := range t.Failed {
+			name(&t.Failed[j].Endpoint)
+		}
+		for j := range t.Weighed {
+			name(&t.Weighed[j].Endpoint)
+		}
+	}
+	return out
 }
 
 // searched returns the text in which a request is searched for.
@@ -88,6 +104,6 @@ func (f *Feed) Requests(ctx context.Context, w Wanted) ([]telemetry.Trace, Asked
 		q.Traces = allRecent
 	}
 	got := f.gather(ctx, q, w.Alone)
-	w.names = f.names
+	w.names = f.names()
 	return w.of(got.traces(time.Now())), f.asked(&got)
 }
