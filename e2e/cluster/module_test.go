@@ -202,8 +202,8 @@ func (c *cluster) agree() {
 // names are the resources that a user sees, without those that come and go by themselves.
 func (c *cluster) names() []string {
 	c.t.Helper()
-	out := c.must("kubectl get services,deployments,configmaps,secrets,serviceaccounts,roles,poddisruptionbudgets," +
-		"gateways,httproutes,backends,envoyproxies,backendtrafficpolicies,clienttrafficpolicies,envoyextensionpolicies -A --no-headers " +
+	out := c.must("kubectl get services,deployments,configmaps,secrets,serviceaccounts,roles,rolebindings,poddisruptionbudgets,networkpolicies," +
+		"gateways,httproutes,backends,envoyproxies,envoypatchpolicies,backendtrafficpolicies,clienttrafficpolicies,envoyextensionpolicies -A --no-headers " +
 		"-o custom-columns=K:.kind,S:.metadata.namespace,N:.metadata.name")
 	set := map[string]bool{}
 	for line := range strings.Lines(out) {
