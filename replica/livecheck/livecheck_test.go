@@ -1,6 +1,7 @@
 package livecheck
 
 import (
+	"context"
 	"fmt"
 	"net"
 	"net/http"
@@ -9,12 +10,27 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
 	"tandem/e2e/loopback"
+	"tandem/kvstate/enginehttp"
+	configv1 "tandem/protos/config/v1"
 	"tandem/replica/config"
 )
+
+// An engine that takes the connection and says nothing, as one that loads its model may.
+func TestHealthOfASilentEngine(t *testing.T) {
+	silent, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	defer silent.Close()
+	soon, cancel := context.WithTimeout(t.Context(), 10*time.Millisecond)
+	defer cancel()
+	why := Health(soon, enginehttp.New(0, func(*http.Transport) {}), endpointOf(&configv1.Pool{},
+		&configv1.Endpoint{Address: silent.Addr().String(), Scheme: "http"}))
+	require.Equal(t, "GET http://"+silent.Addr().String()+"/health: no answer within 5s; start the engine, or correct the address or the scheme", why)
+}
 
 // engineOf is an engine that reports a release; "": it reports none, and lists no models.
 func engineOf(t *testing.T, release string) (addr string) {
