@@ -221,6 +221,7 @@ type endpointState struct {
 // condition is whether an endpoint works, and takes requests.
 type condition struct {
 	failed atomic.Int64            // when it failed, Unix ns; 0: healthy
+	gone   atomic.Bool             // nothing has listened there since
 	how    atomic.Pointer[failure] // how it failed last; nil: it never did
 	// until when it gets no request because it was full, Unix ns; refused is the refusal, nil: there was none
 	fullUntil atomic.Int64

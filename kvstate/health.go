@@ -70,6 +70,10 @@ func (s *Health) FailedFor(e *Endpoint) time.Duration {
 	return s.now().Sub(time.Unix(0, since))
 }
 
+// Gone records that nothing listens at an endpoint that has failed, or will be marked now: what is there when it is back
+// is another process, even if it has no counters that show it.
+func (s *Health) Gone(e *Endpoint) { e.state.condition.gone.Store(true) }
+
 // setFailed sets the mark. It returns false if it was set so before.
 func (s *Health) setFailed(e *Endpoint, failed bool) bool {
 	since := e.state.condition.failed.Load()
@@ -80,6 +84,9 @@ func (s *Health) setFailed(e *Endpoint, failed bool) bool {
 		return false
 	}
 	e.state.awaitReport(s.now()) // it may have been started anew, with other settings
+	if e.state.condition.gone.Swap(false) {
+		e.state.restarted()
+	}
 	if !e.state.condition.failed.CompareAndSwap(since, 0) {
 		return false
 	}

@@ -122,13 +122,18 @@ func (s *State) observed(e *Endpoint, g Signals, count func(before *Signals) (ex
 	}
 }
 
+// restarted forgets what another process held, and how fast it was.
+func (l *endpointState) restarted() {
+	l.blocks.Forget()
+	l.emptyMemory()
+	l.memory.room.Restarted()
+	l.steps.Store(nil)
+}
+
 // compare learns from what an engine's counters have moved since its last report.
 func (s *State) compare(e *Endpoint, before, after *Signals) {
 	if after.Answers.restarted(before.Answers) {
-		e.state.blocks.Forget()
-		e.state.emptyMemory()
-		e.state.memory.room.Restarted()
-		e.state.steps.Store(nil) // the pace was another process's
+		e.state.restarted()
 		e.state.awaitReport(s.o.Now())
 	}
 	if before.Host != after.Host && e.state.load != nil {

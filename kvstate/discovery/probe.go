@@ -157,6 +157,9 @@ func (p *Prober) checkHealth(ctx context.Context, e *kvstate.Endpoint) {
 	recovers := e.Failed() // an answer to a check that began before the failure proves nothing
 	for {
 		status, _, err := p.client.GetAll(asking, e, "/health", maxModels)
+		if errors.Is(err, syscall.ECONNREFUSED) {
+			p.state.Health.Gone(e)
+		}
 		switch {
 		case ctx.Err() != nil:
 			return

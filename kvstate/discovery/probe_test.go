@@ -211,6 +211,45 @@ func TestFailedEndpointsComeBack(t *testing.T) {
 	}
 }
 
+// What refused connections while it was away is another process when it is back: it holds nothing that was routed to the
+// one before. One that only failed is the same.
+func TestRestartedEnginesHoldNothing(t *testing.T) {
+	for name, c := range map[string]struct {
+		refuses bool
+		holds   int
+	}{"it was gone": {true, 0}, "it answered 503": {false, 2}} {
+		t.Run(name, func(t *testing.T) {
+			s, e := stateOf("engine:1", "")
+			pool := s.Pool("p")
+			p, away := NewProber(s, quiet()), true
+			p.client = enginehttp.Over(roundTrip(func(*http.Request) (*http.Response, error) {
+				switch {
+				case away && c.refuses:
+					return nil, syscall.ECONNREFUSED
+				case away:
+					return &http.Response{StatusCode: 503, Body: http.NoBody}, nil
+				}
+				return &http.Response{StatusCode: 200, Body: http.NoBody}, nil
+			}), time.Second)
+			blocks := []uint64{1, 2}
+			s.Routed(pool, e, blocks)
+			holds := func() int {
+				var v kvstate.View
+				s.View(pool, blocks, &v)
+				return v.Endpoints[0].Hit
+			}
+			s.Health.MarkFailed(e)
+			p.checkHealth(t.Context(), e)
+			require.True(t, e.Failed())
+			require.Equal(t, 2, holds())
+			away = false
+			p.checkHealth(t.Context(), e)
+			require.False(t, e.Failed())
+			require.Equal(t, c.holds, holds())
+		})
+	}
+}
+
 func TestModelsThatMakeNoSense(t *testing.T) {
 	for _, list := range []string{"", "{", "[]", `{"data":7}`, `{"data":[{"id":7}]}`, `{"data":[{"id":"` + strings.Repeat("x", maxModels) + `"}]}`} {
 		e := &engine{}
