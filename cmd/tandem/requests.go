@@ -17,7 +17,7 @@ func newRequests() *cobra.Command {
 	n, failed, slow, search := 0, false, false, ""
 	c := &cobra.Command{
 		Use: "requests", Short: "List the latest requests: where each went, and why it was not split",
-		Args: func(c *cobra.Command, args []string) error {
+		Args: func(_ *cobra.Command, args []string) error {
 			if len(args) > 0 {
 				return fmt.Errorf("unexpected argument %q: `tandem explain REQUEST_ID` shows one request, --search TEXT finds some", args[0])
 			}

@@ -202,7 +202,8 @@ func (a *Advice) Sentence() (s string, short bool) {
 	case decode > 0:
 		who = fmt.Sprintf("decode is short by %d: ", decode)
 	case !a.Either && a.WantedPrefill > 0 && a.Prefill > 0 && a.Prefill != a.Prefills:
-		s = fmt.Sprintf(", and of those that are there %d for prefill and %d for decode would be faster", a.Prefill, a.Decode)
+		s = fmt.Sprintf(", and of those that are there %d for prefill and %d for decode would be faster",
+			a.Prefill, a.Decode)
 	case prefill == 0 && decode == 0:
 		return "", false
 	}

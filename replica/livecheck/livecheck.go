@@ -74,9 +74,9 @@ func Check(ctx context.Context, cfg *configv1.Config, prompts bool) *Report {
 				fmt.Sprintf("pools[%d]: %s discovers its endpoints when the server runs", i, p.GetName()))
 		}
 		if p.GetNixl().GetDeclineExpired() {
-			out.NotAsked = append(out.NotAsked, fmt.Sprintf("pools[%d]: the clocks of %s's prefill engines, which say when KV expires. They "+
-				"are at the side channels that answers name; one that Tandem cannot reach counts in tandem_kv_outdated_total "+
-				"(reason unknown)", i, p.GetName()))
+			out.NotAsked = append(out.NotAsked, fmt.Sprintf("pools[%d]: the clocks of %s's prefill engines, which say "+
+				"when KV expires. They are at the side channels that answers name; one that Tandem cannot reach counts "+
+				"in tandem_kv_outdated_total (reason unknown)", i, p.GetName()))
 		}
 		if text := advice(p); text != "" {
 			out.Advice = append(out.Advice, text)
@@ -199,8 +199,9 @@ func askEngine(
 	switch {
 	case a.info.Refused == 0:
 	case engine.KeyFile == "":
-		a.report(at+".apiKeyFile", "is missing: GET /v1/models is %d (%s), so the engine wants an API key: name its file "+
-			"(tandem run: --api-key-file); without it Tandem knows neither its models nor its adapters", a.info.Refused, http.StatusText(a.info.Refused))
+		a.report(at+".apiKeyFile", "is missing: GET /v1/models is %d (%s), so the engine wants an API key: name its "+
+			"file (tandem run: --api-key-file); without it Tandem knows neither its models nor its adapters",
+			a.info.Refused, http.StatusText(a.info.Refused))
 	default:
 		a.report(at+".apiKeyFile", "GET /v1/models is %d (%s) with the key in %s: put the engine's own key there",
 			a.info.Refused, http.StatusText(a.info.Refused), engine.KeyFile)
