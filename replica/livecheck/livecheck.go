@@ -75,8 +75,8 @@ func Check(ctx context.Context, cfg *configv1.Config, prompts bool) *Report {
 		}
 		if p.GetNixl().GetDeclineExpired() {
 			out.NotAsked = append(out.NotAsked, fmt.Sprintf("pools[%d]: the clocks of %s's prefill engines, which say "+
-				"when KV expires. They are at the side channels that answers name; one that Tandem cannot reach counts "+
-				"in tandem_kv_outdated_total (reason unknown)", i, p.GetName()))
+				"when KV expires. They are at the side channels that answers name; one that Tandem cannot reach "+
+				"counts in tandem_kv_outdated_total (reason unknown)", i, p.GetName()))
 		}
 		if text := advice(p); text != "" {
 			out.Advice = append(out.Advice, text)
