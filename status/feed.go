@@ -360,7 +360,7 @@ func (f *Feed) pool(p *kvstate.Pool) Pool {
 			}
 		}
 		shown.Running, shown.Waiting, shown.KVUsage = -1, -1, -1
-		if g := e.Signals(); g != nil {
+		if g := e.Signals(); g != nil && shown.Up && shown.State != "stale" { // else it was true once
 			shown.Running, shown.Waiting, shown.KVUsage = g.Running, g.Waiting, g.KVUsage
 		}
 		f.mu.Lock()

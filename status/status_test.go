@@ -223,6 +223,19 @@ func TestStates(t *testing.T) {
 	require.Equal(t, "out", stateOf(e, now))
 }
 
+// What an engine reported of its requests is not shown once it is out: they ended with it.
+func TestReportOfAnEngineThatIsOut(t *testing.T) {
+	s := kvstate.New(kvstate.Options{})
+	s.SetPool(kvstate.PoolSpec{Name: "chat"}, []kvstate.EndpointSpec{{Addr: "10.0.0.1:1", Role: kvstate.RoleBoth}})
+	e := s.Pool("chat").Endpoint("10.0.0.1:1")
+	s.Observe(e, kvstate.Signals{Running: 2, Waiting: 0, KVUsage: .5, KVTokens: -1, At: time.Now()})
+	f := NewFeed(Source{State: s, Ready: func() bool { return true }, Sharing: func() Sharing { return Sharing{} },
+		Totals: func() telemetry.Totals { return telemetry.Totals{} }, Recent: func(int) []telemetry.Trace { return nil }})
+	require.EqualValues(t, 2, status(f, 0).Pools[0].Endpoints[0].Running)
+	s.Health.MarkFailed(e)
+	require.EqualValues(t, -1, status(f, 0).Pools[0].Endpoints[0].Running)
+}
+
 // An endpoint that is back is up, though its engine's last report is from before it failed.
 func TestStateAfterFailure(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
