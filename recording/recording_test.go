@@ -172,7 +172,7 @@ func TestCutAnywhere(t *testing.T) {
 	whole, err := os.ReadFile(path)
 	require.NoError(t, err)
 	before := 0
-	for n := range len(whole) {
+	for n := range whole {
 		require.NoError(t, os.WriteFile(path, whole[:n], 0o600))
 		r, err := Open(f.Folder)
 		if err != nil {

@@ -188,8 +188,8 @@ func (o *Recorded) disturbed(r *recording.Recording, pool string) {
 		o.Notes = append(o.Notes, "engines with one role beside engines with both are replayed as if all had both")
 	}
 	if least < most {
-		o.Notes = append(o.Notes, fmt.Sprintf("the pool had %d to %d engines, and is played with the %d that it had last",
-			least, most, last))
+		o.Notes = append(o.Notes, fmt.Sprintf("the pool had %d to %d engines, and is played with the %d that it had "+
+			"last", least, most, last))
 	}
 	if len(out) > 0 {
 		o.Notes = append(o.Notes, fmt.Sprintf("%d engines were out for a part of the time", len(out)))
@@ -207,7 +207,7 @@ func (o *Recorded) disturbed(r *recording.Recording, pool string) {
 // joined notes what is not known of recordings that are played as one.
 func joined(r *recording.Recording) (notes []string) {
 	salts, end := map[string]bool{}, 0.0
-	missing, until := map[string]float64{}, map[string]float64{} // by replica: s without a recording, up to its last one
+	missing, until := map[string]float64{}, map[string]float64{} // by replica: s without a recording, up to its last
 	for i := range r.Parts {
 		p := &r.Parts[i]
 		salts[p.Salt] = true
@@ -397,8 +397,8 @@ func (o *Recorded) Fleet() (c Config, host float64, notes []string) {
 	if len(kv) > 0 {
 		m.KVTokens = mean(kv)
 	} else {
-		notes = append(notes, fmt.Sprintf("engines did not say how much KV they keep: each has memory for %.0f tokens here",
-			m.KVTokens))
+		notes = append(notes, fmt.Sprintf("engines did not say how much KV they keep: each has memory for %.0f tokens "+
+			"here", m.KVTokens))
 	}
 	if len(kept) > 0 {
 		host = mean(kept)
