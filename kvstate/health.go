@@ -70,8 +70,8 @@ func (s *Health) FailedFor(e *Endpoint) time.Duration {
 	return s.now().Sub(time.Unix(0, since))
 }
 
-// Gone records that nothing listens at an endpoint that has failed, or will be marked now: what is there when it is back
-// is another process, even if it has no counters that show it.
+// Gone records that nothing listens at an endpoint that has failed, or will be marked now: what is there when it is
+// back is another process, even if it has no counters that show it.
 func (s *Health) Gone(e *Endpoint) { e.state.condition.gone.Store(true) }
 
 // setFailed sets the mark. It returns false if it was set so before.
