@@ -28,6 +28,14 @@ stop_at_exit() {
   trap 'exit 143' TERM
 }
 
+# unused PORT: ends the script if something listens there, which would be taken for the server that cannot.
+unused() {
+  if (: <"/dev/tcp/127.0.0.1/$1") 2>/dev/null; then
+    say "port $1 is taken: stop what listens there, or set PORT"
+    exit 1
+  fi
+}
+
 # wait_ready NAME PORT PATH SECONDS: until it answers PATH, so many seconds after the script began at most.
 wait_ready() {
   local name=$1 port=$2

@@ -32,6 +32,7 @@ unset PYTHONDONTWRITEBYTECODE # five servers start together: let them keep what 
 server() {
   local name=$1 port=$2
   shift 2
+  unused "$port"
   setsid "$dir/venv/bin/python" -m sglang.launch_server --model-path "$dir/model" --served-model-name tiny --host 127.0.0.1 --port "$port" \
     --device cpu --attention-backend torch_native --sampling-backend pytorch --dtype float32 --disable-overlap-schedule --disable-cuda-graph \
     --mem-fraction-static 0.3 --max-total-tokens 20000 --page-size 16 --max-running-requests 16 --skip-server-warmup \

@@ -57,6 +57,7 @@ ranks() { # PORT: the arguments of an engine with data-parallel ranks
 engine() {
   local name=$1 port=$2 model=${model:-$dir/model}
   shift 2
+  unused "$port"
   VLLM_NIXL_SIDE_CHANNEL_PORT=$((port + 1000)) VLLM_MOONCAKE_BOOTSTRAP_PORT=$((port + 2000)) setsid "$dir/venv/bin/vllm" serve "$model" \
     --served-model-name tiny --host 127.0.0.1 --port "$port" \
     --distributed-executor-backend uni --enforce-eager --dtype float32 --block-size 32 --num-gpu-blocks-override "${blocks:-2048}" \
