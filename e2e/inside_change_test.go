@@ -64,7 +64,8 @@ func dynamic(t *testing.T) func(dir string, bootstrap []byte) []byte {
 // refused, and costs nothing.
 func TestInsideListenerChanges(t *testing.T) {
 	f := insuredFleet(t, options{prefills: 1, decodes: 2, engineArgs: []string{"--decode-step", "15ms"}})
-	e := f.second(dynamic(t), "--drain-time-s", "20")
+	// Answers end within it however long the machine stands still; clients' connections end with the next one.
+	e := f.second(dynamic(t), "--drain-time-s", "120", "--drain-strategy", "immediate")
 	e.serves()
 	first, err := os.ReadFile(filepath.Join(e.dir, "lds.yaml"))
 	require.NoError(t, err)
