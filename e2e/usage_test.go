@@ -106,7 +106,7 @@ func readLedgers(t *testing.T, dir string) map[string]ledgerLine {
 func TestTokensAgree(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
-	f := start(t, options{replicas: severalReplicas(2), engineArgs: []string{"--record-count", "5000", "--lease", "2s"}, top: fmt.Sprintf(
+	f := start(t, options{replicas: severalReplicas(2), engineArgs: []string{"--record-count", "5000", "--lease", "120s"}, top: fmt.Sprintf(
 		"usage: {tenantHeader: x-Tenant, tenants: 2, ledger: %q}\n", filepath.Join(dir, "ledger-%i"))})
 	f.lenient = true // the blocks of those who leave between the hops
 	for _, e := range f.decodes {
