@@ -65,6 +65,7 @@ func TestInsideAnothersRoute(t *testing.T) {
 		body := strings.Replace(chat.body, "Two hops", strings.Repeat("word ", words)+"Two hops", 1)
 		got := f.post(chat.path, body, "x-request-id", size, "x-gateway-destination-endpoint", "127.0.0.1:1", "x-tandem-leg", "pass")
 		require.Equal(t, 200, got.status, got.body)
+		require.Equal(t, size, got.header.Get("x-request-id"))
 		p, d := f.hops(size)
 		require.Equal(t, "prefill", p.Leg)
 		require.Equal(t, "decode", d.Leg)

@@ -195,6 +195,7 @@ type routed struct {
 	firsts  []string // endpoints of calls that only have them looked up
 
 	explained string // the answer's header with the decision
+	named     string // its header with the request's id
 }
 
 func valueOf(h Header, name string) string {
@@ -379,6 +380,11 @@ func (c *client) SetResponseHeader(name, value string) {
 		c.explained = value
 		return
 	}
+	if name == names.HeaderRequestID {
+		require.NotNil(c.tb, c.route)
+		c.named = value
+		return
+	}
 	require.Equal(c.tb, "content-length", name)
 	c.length = value
 }
@@ -414,7 +420,10 @@ func (s *sending) Send(done func(*Answer)) {
 	s.client.woken <- struct{}{}
 }
 
-func (c *client) Respond(status int, _ []Header, body []byte, details string) {
+func (c *client) Respond(status int, headers []Header, body []byte, details string) {
+	for _, h := range headers {
+		c.named += valueOf(h, names.HeaderRequestID)
+	}
 	c.status, c.reply, c.details = status, string(body), details
 }
 
@@ -424,6 +433,7 @@ func (c *client) Answer(headers []Header, body []byte) {
 			c.status, _ = strconv.Atoi(h.Value)
 		}
 		c.explained += valueOf(h, names.HeaderExplanation)
+		c.named += valueOf(h, names.HeaderRequestID)
 	}
 	c.reply = string(body)
 }

@@ -22,6 +22,7 @@ type got struct {
 func (g *got) begins(f *Filter, header func(name string) string) bool {
 	if f.route != nil { // no header mutation makes a header of the metadata, or removes the engine's own
 		f.envoy.SetResponseHeader(names.HeaderExplanation, g.explained)
+		f.envoy.SetResponseHeader(names.HeaderRequestID, f.id)
 	}
 	return g.counts(f, header)
 }
@@ -38,7 +39,17 @@ func (g *got) sends(f *Filter, headers []Header) []Header {
 	if f.route != nil && g.explained != "" {
 		headers = append(headers, Header{names.HeaderExplanation, g.explained})
 	}
-	return headers
+	return f.withID(headers)
+}
+
+// withID returns headers of an answer that the filter sends by itself with the request's id, which Tandem's own listener
+// sets by itself, and another's may not.
+func (f *Filter) withID(headers []Header) []Header {
+	if f.route == nil || f.id == "" {
+		return headers
+	}
+	headers = slices.DeleteFunc(headers, func(h Header) bool { return h.Name == names.HeaderRequestID })
+	return append(headers, Header{names.HeaderRequestID, f.id})
 }
 
 func (g *got) counts(f *Filter, header func(name string) string) bool {

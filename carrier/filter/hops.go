@@ -311,14 +311,14 @@ func (f *Filter) respond(e *openai.Error) {
 	if e.RetryAfter > 0 {
 		headers = append(headers, Header{names.HeaderRetryAfter, strconv.Itoa(e.RetrySeconds())})
 	}
-	f.envoy.Respond(e.Status, headers, e.For([]byte(f.head.get(":path"))).JSON(), names.DetailsPrefix+"_"+e.Code)
+	f.envoy.Respond(e.Status, f.withID(headers), e.For([]byte(f.head.get(":path"))).JSON(), names.DetailsPrefix+"_"+e.Code)
 }
 
 // answerList answers with the list of models.
 func (f *Filter) answerList(body []byte) {
 	f.state = journey.Answered
 	kind := []Header{{"content-type", names.ContentTypeJSON}}
-	f.envoy.Respond(200, kind, body, names.DetailsPrefix+"_models")
+	f.envoy.Respond(200, f.withID(kind), body, names.DetailsPrefix+"_models")
 }
 
 // answerSettled answers the client in P's place, or with P's refusal. stream: as a stream of events.

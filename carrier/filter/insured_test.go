@@ -88,6 +88,7 @@ func (c *client) SendHeaders(headers []Header) {
 		}
 		require.NotEqual(c.tb, "content-length", h.Name)
 		c.explained += valueOf(h, names.HeaderExplanation)
+		c.named += valueOf(h, names.HeaderRequestID)
 	}
 }
 

@@ -237,7 +237,7 @@ func (p *pair) refuse(v *concurrent.Outcome) {
 	f.begun()
 	p.named()
 	f.state = journey.Answered
-	f.envoy.Respond(v.Status, []Header{{"content-type", names.ContentTypeJSON}},
+	f.envoy.Respond(v.Status, f.withID([]Header{{"content-type", names.ContentTypeJSON}}),
 		journey.Refusal(v, f.head.Extra(":path")), names.DetailsPrefix+"_prefill_refused")
 }
 

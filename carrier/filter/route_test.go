@@ -50,9 +50,9 @@ func TestAnothersRoute(t *testing.T) {
 	}
 }
 
-// An operator who asks gets the decision in a header of the answer, whoever wrote that: no other filter makes a header of
-// the metadata there, or removes an engine's own.
-func TestTheDecisionOnAnothersRoute(t *testing.T) {
+// An operator who asks gets the decision in a header of the answer, whoever wrote that, and every client its request's id:
+// no other filter makes a header of the metadata there, removes an engine's own, or has to set the id.
+func TestAnswerHeadersOnAnothersRoute(t *testing.T) {
 	final := strings.Replace(answered, `"length"`, `"stop"`, 1)
 	for name, tt := range map[string]struct {
 		fleet   *fleet
@@ -61,6 +61,7 @@ func TestTheDecisionOnAnothersRoute(t *testing.T) {
 	}{
 		"D's":      {newFleet(t, always), "", chat},
 		"P's":      {newFleet(t, dialect("trtllm")), final, chat},
+		"a pair's": {newFleet(t, dialect("nixl-push")), "", chat},
 		"a stream": {insuredFleet(t, longAfter), "", insuredChat},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -87,6 +88,7 @@ func TestTheDecisionOnAnothersRoute(t *testing.T) {
 				require.Equal(t, 200, c.status, c.reply)
 				require.Equal(t, token == "operator", strings.HasPrefix(c.explained, `{"`), c.explained)
 				require.Equal(t, token == "guess", c.explained == "", c.explained)
+				require.Equal(t, "r-1", c.named)
 				if len(c.sent) > 0 {
 					require.Empty(t, c.header(names.HeaderExplain), "the token goes no further")
 				}
