@@ -42,8 +42,8 @@ func (g *got) sends(f *Filter, headers []Header) []Header {
 	return f.withID(headers)
 }
 
-// withID returns headers of an answer that the filter sends by itself with the request's id, which Tandem's own listener
-// sets by itself, and another's may not.
+// withID returns headers of an answer that the filter sends by itself with the request's id, which Tandem's own
+// listener sets by itself, and another's may not.
 func (f *Filter) withID(headers []Header) []Header {
 	if f.route == nil || f.id == "" {
 		return headers

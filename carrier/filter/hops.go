@@ -311,7 +311,8 @@ func (f *Filter) respond(e *openai.Error) {
 	if e.RetryAfter > 0 {
 		headers = append(headers, Header{names.HeaderRetryAfter, strconv.Itoa(e.RetrySeconds())})
 	}
-	f.envoy.Respond(e.Status, f.withID(headers), e.For([]byte(f.head.get(":path"))).JSON(), names.DetailsPrefix+"_"+e.Code)
+	body := e.For([]byte(f.head.get(":path"))).JSON()
+	f.envoy.Respond(e.Status, f.withID(headers), body, names.DetailsPrefix+"_"+e.Code)
 }
 
 // answerList answers with the list of models.
