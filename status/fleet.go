@@ -188,7 +188,7 @@ type View struct {
 // Status returns the current state of all replicas, or of this one alone. It takes a second at most.
 func (f *Feed) Status(ctx context.Context, v View) Status {
 	got := f.gather(ctx, question{Since: v.Since, Hour: v.Hour, Status: true, Traces: allRecent}, v.Requests.Alone)
-	v.Requests.N, v.Requests.names = shownRecent, f.names()
+	v.Requests.N = shownRecent
 	return merge(got, time.Now(), &v.Requests)
 }
 
@@ -312,6 +312,7 @@ func merge(got answers, now time.Time, w *Wanted) Status {
 	s.Flow = flow(recent, now.Add(-time.Minute))
 	s.failedHops(recent, now.Add(-time.Minute))
 	s.Attention = attention(&s, recent)
+	w.names = namesOf(s.Pools)
 	s.Recent = inWords(w.of(recent))
 	return s
 }

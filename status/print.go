@@ -223,17 +223,13 @@ func printFlow(w io.Writer, flow []Flow, pools []Pool) {
 	if len(flow) == 0 {
 		return
 	}
-	names := map[string]string{"": "decode alone"}
-	for i := range pools {
-		for j := range pools[i].Endpoints {
-			names[pools[i].Endpoints[j].Address] = words.Plain(pools[i].Endpoints[j].Name)
-		}
-	}
+	names := namesOf(pools)
 	fmt.Fprintln(w, "\nflow of the last minute, among the latest requests")
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
 	for _, f := range flow {
-		fmt.Fprintf(t, "  %s\t%s\t->\t%s\t%d\n",
-			words.Plain(f.Pool), cmp.Or(names[f.Prefill], f.Prefill), cmp.Or(names[f.Decode], f.Decode), f.Requests)
+		fmt.Fprintf(t, "  %s\t%s\t->\t%s\t%d\n", words.Plain(f.Pool),
+			words.Plain(cmp.Or(names[f.Prefill], f.Prefill, "decode alone")), words.Plain(cmp.Or(names[f.Decode], f.Decode)),
+			f.Requests)
 	}
 	_ = t.Flush()
 }

@@ -86,7 +86,19 @@ func searched(t *telemetry.Trace, names map[string]string) string {
 	return strings.ToLower(strings.Join(append(parts, t.Replicas...), "\n"))
 }
 
-// names returns the names of endpoints by their addresses.
+// namesOf returns the names of the pools' endpoints by their addresses.
+func namesOf(pools []Pool) map[string]string {
+	out := map[string]string{}
+	for i := range pools {
+		for j := range pools[i].Endpoints {
+			e := &pools[i].Endpoints[j]
+			out[e.Address] = cmp.Or(out[e.Address], e.Name)
+		}
+	}
+	return out
+}
+
+// names is namesOf for answers that have no pools.
 func (f *Feed) names() map[string]string {
 	out := map[string]string{}
 	for _, p := range f.source.State.Pools() {
