@@ -87,18 +87,11 @@ func (d *demonstration) find(envoyPath, simPath, library string) (err error) {
 	if d.envoy, err = findEnvoy(envoyPath, beside); err != nil {
 		return err
 	}
-	d.sim = firstProgram(filepath.Join(beside, "enginesim"), "enginesim")
-	if simPath != "" {
-		if d.sim, err = namedProgram("enginesim", simPath, "--enginesim"); err != nil {
-			return err
-		}
-	}
-	switch {
-	case d.sim == "":
-		return errors.New("no enginesim found beside tandem: run make build")
-	case library != "":
+	d.sim, err = findProgram("enginesim", simPath, "--enginesim", " beside tandem: run make build",
+		filepath.Join(beside, "enginesim"), "enginesim")
+	if err == nil && library != "" {
 		d.library = library
-		return d.group.loadLibrary(library)
+		err = d.group.loadLibrary(library)
 	}
 	return err
 }

