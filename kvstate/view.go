@@ -156,6 +156,9 @@ func (v *View) Copy(of *View) {
 	v.Uses = append(v.Uses[:0], of.Uses...)
 }
 
+// Computes reports whether the endpoint can compute prompts or answers: it is usable, and not there to encode media.
+func (c *Candidate) Computes() bool { return c.Usable && c.Endpoint.Role != RoleEncode }
+
 // LeaveOut makes a candidate with a role unusable.
 func (c *Candidate) LeaveOut(role Role) {
 	if c.Endpoint.Role == role {

@@ -16,7 +16,7 @@ func (t *terms) whole(v *kvstate.View) bool {
 	all := 0.0
 	for i := range v.Endpoints {
 		c := &v.Endpoints[i]
-		if !c.Usable || c.Endpoint.Role == kvstate.RoleEncode {
+		if !c.Computes() {
 			continue
 		}
 		if c.Memory == nil || !isBoth(c) || c.Used() != kvstate.RoleBoth {

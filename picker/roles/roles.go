@@ -121,7 +121,7 @@ func Of(v *kvstate.View, p *picker.Policy, waiting float64) Fleet {
 func memory(v *kvstate.View) (sum float64) {
 	for i := range v.Endpoints {
 		c := &v.Endpoints[i]
-		if !c.Usable || c.Endpoint.Role == kvstate.RoleEncode {
+		if !c.Computes() {
 			continue
 		}
 		if c.Endpoint.Role != kvstate.RoleBoth || c.Memory == nil {
