@@ -52,6 +52,8 @@ func (f *Filter) withID(headers []Header) []Header {
 	return append(headers, Header{names.HeaderRequestID, f.id})
 }
 
+// counts gives an operator the decision where Tandem's own listener makes a header of it, and reports whether the
+// tokens of an answer with these headers are counted.
 func (g *got) counts(f *Filter, header func(name string) string) bool {
 	if f.route == nil && g.explained != "" {
 		f.envoy.SetMetadata(names.Decisions, explanation, g.explained)
