@@ -118,7 +118,6 @@ var documentedOnly = map[string]string{
 	"curl -s http://127.0.0.1:9090/metrics | grep '^tandem_engines_wanted'":                                            "a minute of traffic; TestOperationsKnowsAll has its name",
 	"kubectl create secret generic tandem-ticket --from-file=ticket.key --dry-run=client -o yaml | kubectl apply -f -": "a cluster",
 	`mkdir -p bin && curl -fsSL "$RELEASE/tandem-0.1.0-linux-amd64.tar.gz" | tar -xz --strip-components 1 -C bin`:      "no release is published yet",
-
 	"docker load": "a container engine; TANDEM_OCI=1 go test ./deploy unpacks and runs the archive",
 	`curl -si http://127.0.0.1:8080/v1/chat/completions -H "tandem-explain: $(cat admin.token)" -H 'content-type: application/json' -d @request.json | grep -i x-tandem-explain`: "TestSheddingAndExplaining",
 	"go test ./replica -run TestMetricsPage -update": "writes to the tree",

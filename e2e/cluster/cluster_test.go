@@ -38,7 +38,8 @@ const (
 	patience = 4 * time.Minute
 	upgrade  = "helm upgrade eg oci://docker.io/envoyproxy/gateway-helm --version v1.9.1 -n envoy-gateway-system " +
 		"--reuse-values "
-	ofWeb = "-l gateway.envoyproxy.io/owning-gateway-name=web"
+	owner = "-l gateway.envoyproxy.io/owning-gateway-name="
+	ofWeb = owner + "web"
 )
 
 // cluster is one of node.sh, with Envoy Gateway in it and what a user has before Tandem.
@@ -188,9 +189,7 @@ func (c *cluster) tlsForEnvoyGateway() {
 	require.NoError(c.t, err, "Tandem takes no plaintext there")
 	require.NoError(c.t, conn.Close())
 	ref := "config.envoyGateway.extensionManager.service.tls.certificateRef."
-	c.must(upgrade + "--set " + ref + "name=tandem-tls," + ref + "namespace=default")
-	c.must("kubectl rollout restart -n envoy-gateway-system deployment/envoy-gateway")
-	c.must("kubectl rollout status --timeout=4m -n envoy-gateway-system deployment/envoy-gateway")
+	c.configure(ref + "name=tandem-tls," + ref + "namespace=default")
 	c.must("kubectl apply -f " + c.file("second.yaml"))
 	before := len(c.requests("prefill"))
 	c.await("a request of the new route is split", func() bool {
@@ -429,6 +428,14 @@ func startGateway(t *testing.T) *cluster {
 		"--create-namespace --set global.images.envoyProxy.image=tandem.test/envoy:1.40.0")
 	c.must("kubectl wait --timeout=5m -n envoy-gateway-system deployment/envoy-gateway --for=condition=Available")
 	return c
+}
+
+// configure sets values of Envoy Gateway's chart, and has it start again with them.
+func (c *cluster) configure(values string) {
+	c.t.Helper()
+	c.show(upgrade + "--set " + values)
+	c.show("kubectl -n envoy-gateway-system rollout restart deployment envoy-gateway")
+	c.must("kubectl rollout status --timeout=4m -n envoy-gateway-system deployment/envoy-gateway")
 }
 
 // balance plays the load balancer of a cloud: the Gateway's Service gets an address, which kube-proxy serves.

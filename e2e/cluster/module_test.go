@@ -48,9 +48,7 @@ const patientProbes = "patch: {type: StrategicMerge, value: {spec: {template: {s
 // under load while everything changes, and taken off again without a trace. The other route is asked all the time.
 func TestModule(t *testing.T) {
 	c := start(t)
-	c.show(upgrade + "--set config.envoyGateway.extensionApis.enableBackend=true")
-	c.show("kubectl -n envoy-gateway-system rollout restart deployment envoy-gateway")
-	c.must("kubectl rollout status --timeout=4m -n envoy-gateway-system deployment/envoy-gateway")
+	c.configure("config.envoyGateway.extensionApis.enableBackend=true")
 	values := filepath.Join(c.dir, "values.yaml")
 	require.NoError(t, os.WriteFile(values, []byte(moduleValues), 0o600))
 	chart, err := filepath.Abs("../../deploy/helm/tandem")

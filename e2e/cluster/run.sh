@@ -1,7 +1,6 @@
 #!/bin/bash
-# The commands of docs/kubernetes.md and of its tutorial, and the chart with engines of its own, in a cluster of one node on this machine (make
-# e2e-cluster). Its data and logs are kept
-# in .cache/cluster until the next run.
+# The commands of docs/kubernetes.md and of its tutorial, and the chart with engines of its own, in a cluster of one node
+# on this machine (make e2e-cluster). Its data and logs are kept in .cache/cluster until the next run.
 #   run.sh [argument of the test program...]       TESTS="TestModule": that one alone
 set -euo pipefail
 cd "$(dirname "$0")"

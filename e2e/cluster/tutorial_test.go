@@ -43,9 +43,9 @@ func TestTutorial(t *testing.T) {
 	extension, patches, found := strings.Cut(steps[4], "\n**An EnvoyPatchPolicy**")
 	require.True(t, found)
 	c.await("the Gateway has an Envoy", func() bool {
-		return strings.Contains(c.must("kubectl get deployment -n envoy-gateway-system -o wide"), "envoy-default-eg")
+		return c.must("kubectl get deployment -n envoy-gateway-system -o name "+owner+"eg") != ""
 	})
-	c.must("kubectl rollout status --timeout=4m -n envoy-gateway-system deployment -l gateway.envoyproxy.io/owning-gateway-name=eg")
+	c.must("kubectl rollout status --timeout=4m -n envoy-gateway-system deployment " + owner + "eg")
 	before := c.kept()
 
 	t.Run("extension", func(t *testing.T) {
@@ -56,9 +56,8 @@ func TestTutorial(t *testing.T) {
 	})
 	t.Run("EnvoyPatchPolicy", func(t *testing.T) {
 		c := c.under(t)
-		c.show(upgrade + "--set config.envoyGateway.extensionApis.enableBackend=true,config.envoyGateway.extensionApis.enableEnvoyPatchPolicy=true")
-		c.show("kubectl -n envoy-gateway-system rollout restart deployment envoy-gateway")
-		c.must("kubectl rollout status --timeout=4m -n envoy-gateway-system deployment/envoy-gateway")
+		const apis = "config.envoyGateway.extensionApis."
+		c.configure(apis + "enableBackend=true," + apis + "enableEnvoyPatchPolicy=true")
 		instead := regexp.MustCompile("`(tandem envoy .*delete -f -)`").FindStringSubmatch(steps[6])
 		require.NotNil(t, instead)
 		lines := regexp.MustCompile(`(?m)^    .*\n`).FindAllString(steps[6], -1)
@@ -100,7 +99,7 @@ func (c *cluster) walk(page, gateway string) {
 		script += command + "\n"
 		if strings.HasPrefix(command, "kubectl wait --for=condition=Ready pod -l app=llm") {
 			// Real engines load for minutes. Until then Envoy Gateway has made its Envoy.
-			script += "for i in {1..300}; do kubectl get deployment -n envoy-gateway-system -l gateway.envoyproxy.io/owning-gateway-name=" + gateway + " -o name | grep -q . && break; sleep 0.2; done\n"
+			script += "for i in {1..300}; do kubectl get deployment -n envoy-gateway-system " + owner + gateway + " -o name | grep -q . && break; sleep 0.2; done\n"
 		}
 		if strings.HasSuffix(command, "| kubectl apply -f -") { // the image of its own Envoy is not here
 			script += `kubectl patch envoyproxy tandem --type=merge -p '{"spec": {"provider": {"type": "Kubernetes", "kubernetes": {"envoyDeployment": {"container": {"image": "tandem.test/envoy:1.40.0"}}}}}}'` + "\n"
